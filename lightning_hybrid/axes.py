@@ -1,8 +1,12 @@
 """Parallel axes, their roles and their sizes.
 
-To add an axis, add a row to :data:`AXES`, a field to :class:`Sizes` and an argument to `HybridStrategy`. The mesh, the
-sizes, the data loaders, gradient synchronization, checkpoints, resume, messages and the checks of all ranks read the
-role of each axis.
+`distributed.sizes` makes the :class:`Sizes` of a job from the arguments of `HybridStrategy`. The strategy, the mesh,
+the layout search and the commands pass them on. To add an axis, add a row to :data:`AXES`, a field to :class:`Sizes`
+and an argument to `HybridStrategy`: other code does not list axes, but reads the role of each axis. This is why the
+table is a file of its own, which imports no torch.
+
+A *replica* is a set of ranks that together train one copy of the model on the same samples; these ranks are a *model
+group*. The *mesh* numbers all ranks along the axes, in the order of the argument `rank_order`, such as ``"pp-dp-tp"``.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ LAYERS = Role("the layers of the model", in_replica=True, averages_gradients=Fal
 SAMPLES = Role("the samples of a batch", in_replica=False, averages_gradients=True)
 POSITIONS = Role("the positions of a sequence", in_replica=True, averages_gradients=True)
 WEIGHTS = Role("the weights of a layer", in_replica=True, averages_gradients=False)
-#: The roles in the order in which a mesh numbers the ranks of a model group.
+#: The roles in the order of the coordinates of a rank in :class:`~.distributed.mesh.Mesh`. It is not `rank_order`.
 ROLES = (LAYERS, SAMPLES, POSITIONS, WEIGHTS)
 
 
@@ -42,8 +46,8 @@ class Axis:
     """Parallel axis.
 
     Attributes:
-        key: The short name, as in `rank_order` and in names of strategies.
-        label: The name in messages, and the field of :class:`Sizes` that contains the size.
+        key: The short name in `rank_order` and, for axes of every mesh, in names of strategies (``"hybrid_tp2"``).
+        label: The name in messages, such as ``"tensor"``, and the field of :class:`Sizes` that contains the size.
         role: The role of the axis.
         outside_of: ``None`` for an axis that every mesh has. Otherwise, the axis exists only if its size is above 1,
             and if `rank_order` does not name it, its position is directly outside of the axis with this key.
@@ -148,7 +152,12 @@ assert [axis.label for axis in AXES] == [field.name for field in fields(Sizes)]
 
 
 def axes_inside(axis: Axis, rank_order: str) -> tuple[Axis, ...]:
-    """Return the axes that `rank_order` names after this axis. Their ranks have closer numbers."""
+    """Return the axes that `rank_order` names after this axis. Their ranks have closer numbers.
+
+    Args:
+        axis: The axis.
+        rank_order: The keys of all axes that exist, as for :meth:`Sizes.stride`.
+    """
     return tuple(AXIS_OF_KEY[key] for key in rank_order.partition(axis.key)[2].split("-") if key)
 
 
@@ -156,7 +165,7 @@ def sizes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes among arguments of `HybridStrategy`, by the labels of the axes.
 
     Args:
-        arguments: Values by argument name. The size of an axis without a value is 1.
+        arguments: Values by argument name; a size may also be a list or ``"auto"``. A missing size is 1.
     """
     return {axis.label: arguments.get(axis.argument, 1) for axis in AXES}
 

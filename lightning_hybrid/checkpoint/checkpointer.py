@@ -1,4 +1,14 @@
-"""Saving and loading of a parallelized module: as a file or a directory, synchronously or in the background."""
+"""Saving and loading of a parallelized module: as a file or a directory, synchronously or in the background.
+
+`AttachedModule` makes a :class:`Checkpointer`, and makes another one when the module has been sharded. The methods of
+`HybridStrategy` for checkpoints and state dicts call it, and `Run` calls :meth:`Checkpointer.open`. Lightning's own
+code is not enough, because no rank has the full model: a file has to be gathered on rank 0 (:mod:`~.full`), and a
+directory is written by all ranks (:mod:`~.sharded`). Errors of one rank are raised on all ranks; otherwise the other
+ranks would wait in the next collective.
+
+A *plugin* is Lightning's `CheckpointIO`, which reads and writes a file. A checkpoint is *pending* while a background
+thread still writes it. Methods are collectives of all ranks unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +48,19 @@ _T = TypeVar("_T")
 
 
 class TrainingState(Protocol):
-    """The progress of training that is not in Lightning's own checkpoint, needed to resume a run exactly."""
+    """The progress of training that is not in Lightning's own checkpoint, needed to resume a run exactly.
+
+    `ResumeCallback` implements it.
+    """
 
     def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer, /) -> dict[str, Any]:
         """Return the checkpoint with the state added to its entry `name`; every rank calls this."""
 
     def load(self, checkpoint: dict[str, Any], metadata: Mapping[str, Any], path: Any, trainer: Trainer, /) -> None:
-        """Load the state from this package's entry of a checkpoint that was read from `path`."""
+        """Keep the state in `metadata`, this package's entry of a checkpoint that was read from `path`.
+
+        This may replace the loop states in `checkpoint`. It does nothing if the run does not resume from `path`.
+        """
 
 
 class Checkpointer:
@@ -56,6 +72,9 @@ class Checkpointer:
         settings: The settings.
         training_state: Saves and loads the progress of training.
         optimizers: The states of the full optimizers.
+
+    Attributes:
+        optimizers: The argument `optimizers`. `HybridStrategy` calls it directly to drop placeholders.
     """
 
     def __init__(
@@ -88,8 +107,11 @@ class Checkpointer:
     def open(self) -> None:
         """Start a run: until :meth:`close`, checkpoints may be written in the background.
 
+        If a fit will write directories, this creates the folders of the checkpoint callbacks.
+
         Raises:
-            ValueError, OSError: If directories will be written on a disk that not all nodes share; on every rank.
+            ValueError: If directories will be written to a folder that not all nodes share; on every rank.
+            OSError: If a node cannot write to this folder; on every rank.
         """
         self._is_in_run = True
         trainer = self._module.trainer
@@ -101,22 +123,30 @@ class Checkpointer:
             check_shared(on_disks, self._mesh.hosts, self._mesh.decision_group)
 
     def release_parameters(self) -> None:
-        """Wait for checkpoints that are still being written."""
+        """Wait for pending checkpoints, before parameters move; see :class:`Follower`."""
         self.finish()
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Keep the optimizer states of parameters that this rank still has; see :class:`Follower`."""
+        """Keep the optimizer states of parameters that this rank still has; not a collective. See :class:`Follower`."""
         for optimizer in self._module.trainer.strategy.optimizers:
             self.optimizers.replace_with_placeholders(optimizer, placeholders)
 
     def module_state(self) -> dict[str, Any]:
-        """Return the full state dict of the module on rank 0, or this rank's shards if checkpoints are directories."""
+        """Return the full state dict of the module, or this rank's shards if checkpoints are directories.
+
+        See :meth:`FullCheckpoint.module_state` for the ranks that receive the full state dict. For directories, this is
+        not a collective.
+        """
         sharded = self._settings.save_distributed_checkpoint
         with part_expected():
             return self._module.state_dict() if sharded else self._full.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state on rank 0, or this rank's shards by name if checkpoints are directories."""
+        """Return the optimizer's full state, or this rank's shards by name if checkpoints are directories.
+
+        See :meth:`FullCheckpoint.optimizer_state` for the ranks that receive the full state. For directories, this is
+        not a collective.
+        """
         if self._settings.save_distributed_checkpoint:
             return self.optimizers.state(optimizer)
         return self._full.optimizer_state(optimizer)
@@ -124,17 +154,22 @@ class Checkpointer:
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> None:
-        """Write a checkpoint; called on every rank.
+        """Write a checkpoint, after the pending ones.
+
+        With `async_save`, a background thread writes it, and the run waits only for gathering and copying its values.
 
         Args:
-            checkpoint: The Trainer's checkpoint.
-            path: The path to write.
+            checkpoint: The Trainer's checkpoint, with the states from :meth:`module_state` and :meth:`optimizer_state`.
+            path: The path to write: a text or a path.
             plugin: Writes files.
-            options: The storage options for the plugin.
+            options: The storage options for the plugin; not used for directories.
 
         Raises:
-            ValueError: If the checkpoint contains tensors without values; on every rank.
-            OSError: If this checkpoint or the previous one could not be written; on every rank.
+            ValueError: If a file would contain tensors without values, or a directory would contain tensors of the
+                model in a list or tuple; on every rank.
+            OSError: If this checkpoint or a pending one could not be written; on every rank. If this checkpoint is
+                written in the background, the next :meth:`save`, :meth:`load`, :meth:`finish` or :meth:`close` raises
+                its error. Other plugins may raise other errors.
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
@@ -169,14 +204,14 @@ class Checkpointer:
         return agree(check, group)
 
     def _live(self) -> list[Tensor]:
-        """Return the tensors that training changes."""
+        """Return the local tensors that training changes: of the module, and of the optimizers' states."""
         states = (state for optimizer in self._module.trainer.optimizers for state in optimizer.state.values())
         values = (value for state in states for value in state.values() if isinstance(value, Tensor))
         tensors = [*self._module.state_dict().values(), *values]
         return [to_local(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
 
     def _prepare(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
-        """Return a function that writes this rank's part of a checkpoint."""
+        """Return a function that writes this rank's part of a checkpoint. For a directory, it is a collective too."""
         if self._settings.save_distributed_checkpoint:
             return self._sharded.prepare(checkpoint, place_of(path))
         if self._mesh.is_first:
@@ -184,7 +219,11 @@ class Checkpointer:
         return lambda: None
 
     def remove(self, path: Any, plugin: CheckpointIO) -> None:
-        """Remove a checkpoint after pending writes, because until then it may be the only complete checkpoint."""
+        """Remove a checkpoint on global rank 0; other ranks do nothing.
+
+        It is removed after the pending writes, and only if all of them succeed, because until then it may be the only
+        complete checkpoint.
+        """
         if not self._mesh.is_first:
             return
         if self._background.jobs:
@@ -193,7 +232,7 @@ class Checkpointer:
             plugin.remove_checkpoint(path)
 
     def finish(self) -> None:
-        """Wait for pending writes.
+        """Wait for pending writes. Without any, this is not a collective.
 
         Raises:
             OSError: If a checkpoint could not be written; on every rank.
@@ -224,14 +263,23 @@ class Checkpointer:
     def load(self, path: Any, plugin: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint. The weights of a directory are read directly into the module.
 
+        If the run resumes from this checkpoint, the progress of training is kept, to be restored when training starts.
+
         Args:
             path: A file or a directory.
             plugin: Reads files.
             weights_only: As for `torch.load`.
 
+        Returns:
+            The checkpoint. Tensors of a large file are mapped into memory. For a directory, its state dict contains the
+            module's own tensors, and the states of optimizers are not read yet (:class:`~.sharded.SavedOptimizer`).
+
         Raises:
             FileNotFoundError, ValueError: If the checkpoint does not exist, is incomplete or damaged, or is something
                 else; on every rank.
+            UnpicklingError: If it contains objects that `weights_only` does not allow; on every rank.
+            OSError: If a pending checkpoint could not be written, or a node has no space for a copy of a file that is
+                only on other nodes; on every rank.
             RuntimeError: If a directory contains another model; on every rank.
         """
         self.finish()
@@ -249,10 +297,10 @@ class Checkpointer:
     def _read(
         self, found: Place, path: Any, load: Callable[[Any], Any], *, is_usual: bool, weights_only: bool | None
     ) -> dict[str, Any]:
-        """Read a checkpoint.
+        """Read a checkpoint on this rank, without communication.
 
         Args:
-            found: The place where this rank finds it.
+            found: The place where this rank finds it: the requested place, or a copy on this node.
             path: The requested place.
             load: Reads files.
             is_usual: True if `load` reads ordinary files, so that the place can be examined first.
@@ -274,7 +322,7 @@ class Checkpointer:
         return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load this rank's part of the full state dict of the module.
+        """Load this rank's part of the full state dict of the module. This is not a collective.
 
         Args:
             state: The full state dict.
@@ -287,6 +335,10 @@ class Checkpointer:
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
         """Load this rank's part of the full states of the optimizers.
+
+        Args:
+            optimizers: The optimizers of the run.
+            states: The entry ``"optimizer_states"`` of a checkpoint from :meth:`load`, or full states.
 
         Raises:
             ValueError: If the optimizers or their groups do not match the checkpoint; on every rank.

@@ -1,4 +1,9 @@
-"""Checkpoint files, which are replaced atomically, and mapped into memory when large files are read from a disk."""
+"""Checkpoint files, which are replaced atomically, and mapped into memory when large files are read from a disk.
+
+`HybridStrategy` uses :class:`FileIO` unless the user passes a plugin, and `Checkpointer` calls its methods. Rank 0
+saves and removes; every rank loads. Lightning's `TorchCheckpointIO` first writes the whole checkpoint into memory, and
+its load makes every rank read all bytes of the full model into memory.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +20,22 @@ from lightning_hybrid.checkpoint.storage.remote import place_of, remove_director
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
 _LARGE = 1 << 20  # bytes; smaller files are read faster than mapped
-_MAPPED = ("state_dict", "optimizer_states")  # the entries of which each rank reads a part
+_MAPPED = ("state_dict", "optimizer_states")  # each rank reads a part of these entries
 
 
 class FileIO(TorchCheckpointIO):
-    """A plugin for Lightning's checkpoint files, in which a kill at any time leaves the old or the new file complete.
+    """Plugin for Lightning's checkpoint files. A kill at any time leaves the old or the new file complete.
 
     Other file systems than local ones use Lightning's code, because object stores show only complete files.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint. It replaces a file or a directory at this path.
 
         Raises:
             TypeError: If there are ``storage_options``.
-            OSError: If the checkpoint cannot be written. An earlier checkpoint at this path is unchanged.
+            OSError: If the checkpoint cannot be written; an earlier checkpoint at this path is then unchanged. Or, on a
+                store that is not a disk, if the checkpoint was written, but an earlier directory cannot be removed.
         """
         place = place_of(path)
         if storage_options is not None:
@@ -59,7 +65,10 @@ class FileIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Each rank reads only the parts of weights and optimizer states that it uses.
+        """Read a checkpoint.
+
+        The weights and optimizer states of a file on a disk are mapped into memory if it has 1 MiB or more, so each
+        rank reads only the parts that it uses. Everything else is copied.
 
         Raises:
             FileNotFoundError: If the file does not exist.
@@ -93,7 +102,7 @@ class FileIO(TorchCheckpointIO):
         return copied
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file or a directory atomically."""
+        """Remove a file or a directory. At no time is a part of it visible as a complete checkpoint."""
         place = place_of(path)
         if isinstance(place, Path):
             discard(place)
@@ -102,5 +111,6 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
 
 
-# These plugins write files, so they cannot read directories.
+# Plugins that read and write ordinary files. For their checkpoints, `Checkpointer` examines the place before it reads:
+# it verifies checksums, and reads directories itself. Other plugins may use any format.
 FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)

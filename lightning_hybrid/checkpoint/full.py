@@ -1,4 +1,14 @@
-"""Checkpoints in one ordinary Lightning file: gathered on rank 0 to save, and loaded in part by each rank."""
+"""Checkpoints in one ordinary Lightning file: gathered on rank 0 to save, and loaded in part by each rank.
+
+`Checkpointer` makes a :class:`FullCheckpoint` and calls it when checkpoints are files. Such a file is the same as in a
+run with one process, so Lightning and other layouts can load it. torch's functions for full state dicts do not know
+pipeline stages, and gather DTensors on the device.
+
+A *placeholder* replaces a tensor of another stage on this rank: it has a name and a shape, but no values. A *model
+group* is the set of ranks that hold one replica of the model. *Tied* parameters are one parameter with several names.
+`checkpoint.parts` checks uses of a module that need all values; :func:`part_expected` is here, because both this
+package's own saving and these checks need it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +37,8 @@ from lightning_hybrid.distributed.tensor_bytes import as_bytes
 class FullCheckpoint:
     """The state of the full model and its optimizers, on global rank 0.
 
+    Except for loading, the methods are collectives of all ranks.
+
     The state is gathered stage by stage and tensor by tensor, so no rank holds more than the full state and its own
     part::
 
@@ -49,7 +61,7 @@ class FullCheckpoint:
         self._group = GroupRef(mesh.control_group)
         self._is_alone = mesh.model_group.size() == 1
         stages = range(mesh.sizes.pipeline)
-        # The first rank of each stage of this replica.
+        # The global rank of the first tensor-parallel rank of each pipeline rank of this replica.
         self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]
 
     @property
@@ -58,7 +70,10 @@ class FullCheckpoint:
         return self._is_alone and not any(map(is_zero_sharded, self._module.parameters()))
 
     def module_state(self) -> dict[str, Any]:
-        """Return the full state dict of the module on global rank 0, and an empty dict on other ranks."""
+        """Return the full state dict of the module on global rank 0, and an empty dict on other ranks.
+
+        If every rank has the full model, each rank returns its own full state dict, without communication.
+        """
         state = self._module.state_dict()
         if self.is_undivided:
             return state
@@ -71,7 +86,11 @@ class FullCheckpoint:
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of the optimizer on global rank 0, and an empty dict on other ranks."""
+        """Return the full state of the optimizer on global rank 0, and an empty dict on other ranks.
+
+        If every rank has the full model, each rank returns its own full state, without communication. If there is no
+        optimizer, every rank returns the empty state of Lightning's placeholder.
+        """
         groups = getattr(optimizer, "param_groups", ())  # may contain shards even after the module was gathered
         is_sharded = any(is_zero_sharded(parameter) for group in groups for parameter in group["params"])
         if self.is_undivided and not is_sharded:
@@ -84,7 +103,11 @@ class FullCheckpoint:
         return numbered({**named, "state": state}) if self._mesh.is_first else {}
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's part of the full optimizers' states.
+        """Load this rank's part of the full optimizers' states. This is not a collective.
+
+        Args:
+            optimizers: The optimizers of the run, whose placeholders were dropped.
+            states: The full state of each optimizer, as `Optimizer.state_dict` returns it. Its tensors are copied.
 
         Raises:
             ValueError: If the optimizers or their groups do not match the checkpoint.
@@ -141,8 +164,11 @@ class FullCheckpoint:
     def _gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
         """Gather the full values of all pipeline ranks of global rank 0's model group on its host.
 
+        Every rank must call this: ranks of other replicas take part in the gathering of ZeRO shards.
+
         Args:
-            local: The values of this rank. Tensor-parallel ranks have the same keys, and a shard of each tensor.
+            local: The values of this rank by name or path. Tensor-parallel ranks have the same keys, and a shard of
+                each tensor.
 
         Returns:
             All values on global rank 0, and an empty dict on other ranks.
@@ -180,7 +206,7 @@ def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGro
 
 
 def _receive(source: int, group: dist.ProcessGroup) -> Any:
-    """Return the tree that a rank sends, with tensors on the host."""
+    """Return the tree that a rank sends by :func:`_send`, with tensors on the host."""
     received: list[Any] = [None]
     dist.recv_object_list(received, src=source, group=group)
     meta, leaves = received[0]

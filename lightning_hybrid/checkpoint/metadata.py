@@ -1,4 +1,9 @@
-"""Information in a checkpoint about how it was made."""
+"""Information in a checkpoint about how it was made.
+
+`Checkpointer` adds it to each checkpoint, and calls :func:`check_kind` for each checkpoint that it has read. `inspect`
+prints it, `consolidate` keeps it, and `ResumeCallback` compares the layout with the layout of its run. Lightning's own
+entry contains only the version of Lightning.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
-METADATA = "hybrid_parallel"  # the key in a checkpoint
+METADATA = "hybrid_parallel"  # the key of this package's record in a checkpoint
 
 
 def check_kind(found: Any, path: Any) -> None:
@@ -41,7 +46,7 @@ def check_kind(found: Any, path: Any) -> None:
 
 
 def make_metadata(mesh: Mesh, settings: Settings, stage_map: StageMap) -> dict[str, Any]:
-    """Return the versions and the layout, as plain values.
+    """Return the versions and the layout, as plain values, under the keys ``"versions"`` and ``"layout"``.
 
     Args:
         mesh: The mesh.

@@ -1,4 +1,14 @@
-"""States of the full optimizers by the names of their parameters, while ranks have only local parameters."""
+"""States of the full optimizers by the names of their parameters, while ranks have only local parameters.
+
+torch numbers the parameters in an optimizer's state. These numbers depend on the parameters of a rank, so states of
+different ranks could not be combined. `HybridStrategy` calls :meth:`OptimizerStates.drop_placeholders` after
+`configure_optimizers`. `Checkpointer` and its two formats (:mod:`~.full`, :mod:`~.sharded`) call the other methods when
+a checkpoint is saved or loaded. No function here communicates.
+
+A *placeholder* replaces a parameter of another stage on this rank. The user makes a *full optimizer*, over all
+parameters and placeholders; after that, the optimizer has only the parameters of this rank. A *group* is an entry of
+`Optimizer.param_groups`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +27,7 @@ from lightning_hybrid.distributed.dtensor import distribute_like
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 _State = dict[str, Any]
+# Options of parameter groups that torch, Lightning or schedulers add, so that they do not identify an optimizer.
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "foreach", "fused", "maximize", "capturable"}
 _ADDED |= {"differentiable", "amsgrad", "decoupled_weight_decay"}
 _FINETUNING = "internal_optimizer_metadata"  # the key under which `BaseFinetuning` saves groups
@@ -61,7 +72,7 @@ class OptimizerStates:
         self._local_params[id(optimizer)] = [group["params"] for group in optimizer.param_groups]
 
     def replace_with_placeholders(self, optimizer: Optimizer, placeholders: Mapping[int, Tensor]) -> None:
-        """Remove parameters that have left this rank from its optimizer.
+        """Remove parameters that have moved to another stage from this rank's optimizer, with their states.
 
         Args:
             optimizer: An optimizer whose placeholders were dropped.
@@ -76,6 +87,8 @@ class OptimizerStates:
 
     def remember_names(self, optimizers: Sequence[Optimizer]) -> None:
         """Remember the names of the optimizers' parameters before other parameters replace them in the module.
+
+        `AttachedModule.gather` calls this, so that a checkpoint can still be saved after it.
 
         Args:
             optimizers: Optimizers whose placeholders were dropped.
@@ -152,7 +165,7 @@ class OptimizerStates:
         """Load this rank's part of a state by name.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimizer, whose placeholders were dropped.
             saved: The state by name. Its tensors are full, or sharded like the parameters.
             clone: If True, tensors may belong to a file, so the optimizer receives copies.
 
@@ -178,6 +191,10 @@ class OptimizerStates:
 
     def by_name(self, optimizer: Optimizer, numbered: Mapping[str, Any]) -> _State:
         """Convert an ordinary state of a full optimizer to a state by name.
+
+        Args:
+            optimizer: An optimizer whose placeholders were dropped.
+            numbered: The result of ``state_dict()`` of an optimizer over all parameters.
 
         Raises:
             ValueError: If the numbers of parameters in its groups differ from this optimizer.

@@ -10,6 +10,13 @@ calls                                         as in the run          an error af
 ============================================  =====================  ==================================================
 
 Errors are raised before a file is written.
+
+`AttachedModule` calls :func:`mark_parts` when the module is attached, sharded and gathered, and the refusals at the end
+of a run. Without these checks, `torch.save(model.state_dict())` would write a file without the layers of other stages,
+and only loading the file would show it.
+
+A *part* of a module is what one rank holds: some tensors are *placeholders* (tensors of other stages, without values)
+or shards. The functions here do not communicate.
 """
 
 from __future__ import annotations
@@ -53,6 +60,9 @@ _REMEDY = (
 
 def mark_parts(module: LightningModule) -> None:
     """Check uses of a module that need the full module while this rank has a part; remove the checks once it has all.
+
+    Hooks are added to the module and its submodules. While any such module exists in this process, `torch.save` and
+    `DTensor.storage`, which safetensors calls, are replaced.
 
     Args:
         module: The user's module.
@@ -126,12 +136,16 @@ def _counts_text(values: Iterable[Any]) -> str | None:
 
 
 class _StateDictHook:
-    """A hook that checks the state dicts of a module or submodule between runs.
+    """Hook that checks the state dicts of a module or submodule between runs.
 
-    It is copied with its module. Copies of modules, which callbacks keep, are checked when they are saved.
+    It is copied with its module. Copies of modules, which callbacks keep, are checked when they are saved: to pickle
+    this hook is an error.
 
     Args:
         root: The user's module; ``None`` in a copy.
+
+    Attributes:
+        why: The reason why the module was not gathered, which makes state dicts an error; ``None`` for a warning.
     """
 
     def __init__(self, root: LightningModule | None) -> None:
@@ -171,7 +185,7 @@ class _StateDictHook:
 
 
 class _CallHook:
-    """A hook that raises an error at a call that needs other ranks, which may not call, or layers of other ranks.
+    """Hook that raises an error at a call that needs other ranks, which may not call, or layers of other ranks.
 
     Args:
         name: The name of the class of the user's module.
@@ -186,7 +200,7 @@ class _CallHook:
 
 
 class _Writer:
-    """The replacement of a method that writes files, which raises an error while this rank has a part of the module.
+    """Replacement of a method that writes files. It raises an error while this rank has a part of the module.
 
     Args:
         module: The module with the method.

@@ -1,4 +1,15 @@
-"""Checkpoints in a directory: every rank writes its shards under the names of the full model."""
+"""Checkpoints in a directory: every rank writes its shards under the names of the full model.
+
+`Checkpointer` uses a :class:`ShardedCheckpoint` if `save_distributed_checkpoint` is True, and to load any directory.
+`Weights` uses one to load initial weights. This file decides which rank writes and reads which value under which name;
+:mod:`~.storage.dcp` and :mod:`~.storage.dcp_writer` write and read the files. torch's `get_state_dict` is not used,
+because it does not know placeholders, and copies of the model in callbacks.
+
+A *placeholder* replaces a tensor of another stage on this rank. A *table* is a dict of named tensors of the model in a
+checkpoint: its state dict, or a copy that a callback saves. Its path is a tuple of keys. A state *by name* has the
+names of parameters instead of their numbers, see :class:`~.optimizer_state.OptimizerStates`. An optimizer N is stored
+under the *root* ``"optimizer_N"``.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +48,7 @@ class SavedOptimizer:
 
     Args:
         directory: The directory.
-        root: The first key of its paths.
+        root: The first key of its paths, such as ``"optimizer_0"``.
     """
 
     def __init__(self, directory: DistributedCheckpoint, root: str) -> None:
@@ -45,10 +56,14 @@ class SavedOptimizer:
         self._root = root
 
     def read(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Read the state, and return it by parameter names.
+        """Read the state of some parameters, and the groups, as a state by name. This is not a collective.
 
         Args:
-            parameters: The parameters whose state is read. The state has the sharding and the device of its parameter.
+            parameters: The parameters whose state is read, by name. The state has the sharding and the device of its
+                parameter if it has the shape of the parameter; otherwise it is a plain tensor on the host.
+
+        Raises:
+            ValueError: If a value differs from the value that was written.
         """
         targets = {
             path: _empty_like(entry, parameters[path[2]] if path[1] == "state" else None)
@@ -88,7 +103,7 @@ class ShardedCheckpoint:
         return metadata
 
     def prepare(self, checkpoint: dict[str, Any], path: Place) -> Callable[[], None]:
-        """Collect the values that this rank writes.
+        """Collect the values that this rank writes. Every rank must call this.
 
         Args:
             checkpoint: The Trainer's checkpoint, with this rank's part of the module's state dict, and of the
@@ -126,11 +141,12 @@ class ShardedCheckpoint:
         return list(dict.fromkeys([(MODEL,), *(path[:-1] for path in tensors if path[0] != OPTIMIZERS)]))
 
     def _entries(self, checkpoint: dict[str, Any], tables: Sequence[TreePath]) -> Iterator[tuple[TreePath, Any]]:
-        """Yield the values that this rank writes.
+        """Yield the values that this rank offers to write, by path.
 
-        All holders of a parameter list it, and torch chooses the rank that writes it. Other values are listed by one
-        rank. If a buffer is sharded over the tensor-parallel ranks, only the first replica lists it, because other
-        replicas may have other values, which torch would mix.
+        All holders of a parameter offer it, and torch chooses the rank that writes it. A value that is sharded over
+        replicas or context-parallel ranks is also offered by all holders. Other values are offered by one rank. If a
+        buffer is sharded over the tensor-parallel ranks, only the tensor-parallel ranks of the first replica offer it,
+        because other replicas may have other values, which torch would mix.
         """
         first, parameters = self._map.first_names(), self._map.parameter_owners()
         is_first = self._mesh.data_rank == self._mesh.context_rank == 0
@@ -163,7 +179,10 @@ class ShardedCheckpoint:
         read_extra: Callable[[Path], dict[str, Any]],
         load_value: Callable[[BinaryIO], Any] = torch.load,
     ) -> dict[str, Any]:
-        """Read the weights into the module, after all names and shapes were compared. All ranks have the same outcome.
+        """Read the weights into the module, after all names and shapes were compared.
+
+        This is not a collective. The comparison has the same outcome on all ranks, but a damaged or missing file may
+        concern only some ranks, so the callers use :func:`agree`.
 
         Args:
             path: The directory.
@@ -173,10 +192,10 @@ class ShardedCheckpoint:
 
         Returns:
             The checkpoint. Its state dict contains the module's tensors, and the optimizers' states have not been read
-            yet.
+            yet: they are :class:`SavedOptimizer` objects.
 
         Raises:
-            FileNotFoundError, ValueError: If the directory contains no complete checkpoint.
+            FileNotFoundError, ValueError: If the directory contains no complete checkpoint, or is damaged.
             RuntimeError: If names or shapes do not match.
         """
         directory = DistributedCheckpoint(path, load_value=load_value)
@@ -237,10 +256,14 @@ class ShardedCheckpoint:
         return any(isinstance(state, SavedOptimizer) for state in states)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-        """Read and load the states of this rank's parameters.
+        """Read and load the states of this rank's parameters. This is not a collective.
+
+        Args:
+            optimizers: The optimizers of the run.
+            states: A :class:`SavedOptimizer` for each of them.
 
         Raises:
-            ValueError: If the optimizers or their groups do not match the checkpoint.
+            ValueError: If the optimizers or their groups do not match the checkpoint, or a value is damaged.
         """
         check_number(optimizers, states)
         for optimizer, saved in zip(optimizers, states, strict=True):

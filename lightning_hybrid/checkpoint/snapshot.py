@@ -1,4 +1,8 @@
-"""A copy of a checkpoint that training does not change, so that it can be written in the background."""
+"""A copy of a checkpoint that training does not change, so that it can be written in the background.
+
+`Checkpointer.save` makes it with `async_save`: on every rank for a directory, on global rank 0 for a file. A deep copy
+would not do: it would stay on the device, copy one tensor twice if it has two names, and wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,15 @@ from torch.nn import Parameter
 
 from lightning_hybrid.distributed.pytree import flatten_with_path
 
-_COLLECTED = ("state_dict", "optimizer_states")
+_COLLECTED = ("state_dict", "optimizer_states")  # the entries in which `live` matters
 
 
 def snapshot(
     checkpoint: dict[str, Any], live: Collection[Tensor] | None = None
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return a copy of a checkpoint with its own containers, and its own tensors on the host. Ties are kept.
+    """Return a copy of a checkpoint with its own containers, and its own tensors on the host.
+
+    A tensor that occurs twice is copied once. Tensors without values, on the meta device, are kept.
 
     A CUDA device copies its tensors into page-locked memory while the host continues. Later training steps, which
     change the tensors, run after the copies in the order of the device. ::
@@ -29,8 +35,9 @@ def snapshot(
 
     Args:
         checkpoint: The checkpoint.
-        live: The tensors that training changes, if all other tensors of the model and its optimizers are copies
-            already; ``None`` if they are not.
+        live: The local tensors that training changes, if all other tensors in the state dict and in the optimizer
+            states are copies already, because they were gathered. Only live tensors are then copied there. ``None`` to
+            copy all tensors.
 
     Returns:
         The copy, and a function that waits until the device has made the copies.

@@ -1,4 +1,11 @@
-"""Comparison of a checkpoint with a model: names and shapes are compared before anything is loaded."""
+"""Comparison of a checkpoint with a model: names and shapes are compared before anything is loaded.
+
+`Checkpointer` and `Weights` call :func:`load_module_state` with a full state dict. `ShardedCheckpoint` and `Weights`
+call :func:`check_match` with names and shapes, before they read tensors. torch's `load_state_dict` alone is not enough:
+it raises its error after it has loaded the tensors that match, so a failed load would leave a mixed module.
+
+The *extra state* of a layer is a value in its state dict that is not a tensor.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +37,8 @@ def check_match(
 
     Args:
         module: The module.
-        own: The shapes of the values in its state dict, by name.
-        saved: The shapes of the values in the checkpoint, by name.
+        own: The shapes of the values in its state dict, by name; see :func:`shape_of`.
+        saved: The shapes of the values in the checkpoint, by name; see :func:`shape_of`.
         strict: If True, names that only the module or only the checkpoint has are an error.
 
     Raises:

@@ -1,4 +1,9 @@
-"""Functions that find, replace, insert and remove values at paths in a tree of dicts, lists and tuples."""
+"""Functions that find, replace, insert and remove values at paths in a tree of dicts, lists and tuples.
+
+The checkpoint formats (:mod:`~.full`, :mod:`~.sharded`, :mod:`~.file_io`) and `consolidate` use them, because callbacks
+and modules may save tensors of the model anywhere in a checkpoint. A *path* is a tuple of keys, attribute names and
+indices. torch's `pytree` is not used, because it has no function that replaces only some leaves.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +76,7 @@ def insert(tree: dict[str, Any], values: Mapping[TreePath, Any], names: Mapping[
 
 
 def tree_of(values: Mapping[TreePath, Any]) -> Any:
-    """Return the tree with these values at their paths. A container with the keys 0, 1, 2 ... becomes a list."""
+    """Return the tree with these values at their paths. A container whose keys are all integers becomes a list."""
     if set(values) == {()}:
         return values[()]
     children: dict[Any, dict[TreePath, Any]] = {}

@@ -1,4 +1,8 @@
-"""All-reduce of tensors, with a faster algorithm for small tensors on the host."""
+"""All-reduce of tensors, with a faster algorithm for small tensors on the host.
+
+`grad_buckets` sums gradients with it, and the masks of the gradients that ranks have. On a GPU, and for tensors that
+are large or in large groups, it is torch's all-reduce. A collective is *pending* until it has been waited for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_MOST_BYTES = 1 << 20
-_MOST_RANKS = 8
+_MOST_BYTES = 1 << 20  # the largest tensor that is sent to every rank
+_MOST_RANKS = 8  # the largest group in which tensors are sent to every rank
 
 
 class Pending(Protocol):
@@ -24,9 +28,11 @@ class Pending(Protocol):
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Start to reduce a tensor over a group in place. The tensor must not be used before the result was waited for.
 
+    Every rank of the group must call this.
+
     Gloo passes parts of a tensor around a ring, and a small tensor waits for many messages, one after the other. Here,
-    every rank sends the whole tensor to every other rank, which takes the time of one message, and all ranks add the
-    tensors in the same order::
+    if the tensor is on the CPU, has at most 1 MiB, and the group has at most 8 ranks, every rank sends the whole tensor
+    to every other rank, which takes the time of one message, and all ranks add the tensors in the same order::
 
         ring, n ranks                             to everyone, n ranks
         2 (n - 1) rounds of bytes / n             1 round of bytes to each of n - 1

@@ -1,4 +1,9 @@
-"""Broadcast of many tensors from one rank of a group to all its ranks."""
+"""Broadcast of many tensors from one rank of a group to all its ranks.
+
+`GradientSync` calls it at the start of a run (parameters and buffers), and for floating-point buffers before each
+training batch and each evaluation. ZeRO calls it before it shards a parameter. `dist.broadcast` takes one tensor, so a
+model would need a collective for each of thousands of tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,12 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
-CHUNK_BYTES = 25 * 2**20
+CHUNK_BYTES = 25 * 2**20  # of tensors that are sent together
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
-    """Set tensors to the values of one rank, in place.
+    """Set tensors to the values of one rank, in place. Every rank of the group must call this.
 
     Small tensors are sent together, so a model needs only a few collectives, and 25 MiB of extra memory. Tensors on the
     meta device have no values and are skipped.

@@ -1,4 +1,9 @@
-"""Accumulation in float32 of the gradients of half-precision parameters."""
+"""Accumulation in float32 of the gradients of half-precision parameters.
+
+`GradientSync` calls it if the setting `float32_gradients` is on, for parameters in half precision
+(``precision="bf16-true"`` or ``"16-true"``). Autograd accumulates in the dtype of the parameter unless `grad_dtype` is
+set, and optimizers accept only that dtype, so the gradients are converted back at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,15 @@ from torch import Tensor
 
 
 class Float32Gradients:
-    """Accumulates and reduces gradients in float32; optimizers receive them in the dtype of their parameter.
+    """A switch between float32 gradients, in which microbatches add up, and gradients in the dtype of the parameter.
 
     ::
 
         begin()     .grad will be float32            each backward adds its half-precision gradient to it
         end()       .grad has its parameter's dtype  rounded once
 
-    In bfloat16, 256 + 1 is 256, so later gradients would be lost.
+    In bfloat16, 256 + 1 is 256, so later gradients would be lost. With master weights, :meth:`end` is called only at
+    the end of a run: optimizers then work on float32 parameters, so gradients are never rounded.
 
     Args:
         parameters: The parameters. Only those in half precision are affected.
@@ -28,7 +34,7 @@ class Float32Gradients:
         self._is_float32 = False
 
     def begin(self) -> None:
-        """Accumulate gradients in float32 from now on."""
+        """Accumulate gradients in float32 from now on. Does nothing if they are in float32 already."""
         self._switch(float32=True)
 
     def end(self) -> None:

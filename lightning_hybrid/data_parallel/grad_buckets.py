@@ -1,7 +1,10 @@
 """Gradients summed over a group, in flat buckets that are reduced while backward still runs.
 
-`GradientSync` decides when they are summed: once per optimizer step, or with ZeRO stages 2 and 3 in each backward of a
-stage.
+`GradientSync` makes the buckets, and decides when they are summed: once per optimizer step, or with ZeRO stages 2 and 3
+in each backward of a stage. torch's `DistributedDataParallel` is not used. It wraps one module and one backward, but a
+stage runs many backwards in the order of a schedule, and some parameters are on several stages.
+
+A bucket is *launched* when its collective starts. Buckets are *armed* for a backward whose gradients are final.
 
 The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, so buckets are filled from the end::
 
@@ -52,8 +55,9 @@ class GradientBuckets:
     ``.grad`` then contains the sum, bitwise equal on every rank. With the buckets of ZeRO, each rank gets only its rows
     of the sum, in the gradient of its shard.
 
-    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``). Ranks may use different
-    parameters in a step. Parameters may be frozen and unfrozen between steps.
+    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), and makes the same
+    calls, because each bucket is a collective. Ranks may use different parameters in a step. Parameters may be frozen
+    and unfrozen between steps. Launching frees ``.grad``, and :meth:`finish` sets it again.
 
     Args:
         parameters: The parameters in the order of the model; dense, of any dtypes and devices. If a parameter is
@@ -65,7 +69,8 @@ class GradientBuckets:
             :meth:`launch_rest`.
         make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them. ZeRO
             passes this function, to make other buckets; ``bucket_bytes`` is then unused.
-        max_in_flight: The largest number of buckets in flight at the same time; ``None`` for no limit.
+        max_in_flight: The largest number of buckets in flight at the same time; ``None`` for no limit. At the limit,
+            the next launch first finishes the oldest bucket.
         mask_group: The same ranks with a backend for the host, for groups in which a rank lacks gradients in every
             step. Ranks then exchange in this group which gradients they have, and no host waits for its device.
 
@@ -107,14 +112,17 @@ class GradientBuckets:
         self._num_launched = self._num_finished = 0
 
     def arm(self) -> None:
-        """Mark the next backward as the last one before the reduction: each gradient that it completes is final."""
+        """Mark the next backward as the last one before the reduction: each gradient that it completes is final.
+
+        Without `overlap`, it only puts parameters into buckets.
+        """
         assert self._num_launched == 0, "call `finish()` before the next step's `arm()`"
         self._rebuild()
         self._armed = self.overlap
 
     @property
     def is_launched(self) -> bool:
-        """Return True if a bucket is being reduced."""
+        """True if a bucket has been launched since the last :meth:`finish`."""
         return self._num_launched > 0
 
     def launch_rest(self) -> None:
@@ -164,7 +172,7 @@ class GradientBuckets:
         self._num_launched = self._num_finished = 0
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters. The next :meth:`arm` adds them again."""
+        """Remove the hooks from the parameters. The next reduction adds them again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -244,7 +252,7 @@ class Bucket(ABC):
     """Parameters of one dtype on one device, whose gradients are reduced as one flat tensor.
 
     The tensor exists from :meth:`launch` to :meth:`finish`. It contains the elements of all gradients, and one number
-    per parameter, which is not 0 if this rank has the gradient.
+    per parameter, which is not 0 if this rank has the gradient. A subclass defines which part of the sum a rank gets.
 
     Args:
         parameters: The parameters, in the order in which their gradients should arrive.

@@ -1,4 +1,13 @@
-"""Gradient norms and clipping over the model group, with each parameter counted once; detection of NaN and infinity."""
+"""Gradient norms and clipping over all ranks of a model, each parameter counted once; detection of NaN and infinity.
+
+`HybridStrategy` calls these functions for gradient clipping and `grad_norm()`. `trainer.gradient_functions` calls them
+where the user's code calls torch's norm and clipping functions, and `trainer.debug.nonfinite_gradients` searches for
+gradients that are not finite. torch's functions are not sufficient: each rank has only a part of the parameters, and
+some parameters are on several ranks.
+
+A rank *counts* a parameter if the gradient of its copy enters the norm. The functions with a `group` are collectives:
+every rank of the group must call them.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +82,11 @@ def parameter_norms(
         norm_type: The exponent p > 0, or ``float("inf")``.
         group: The ranks that together hold the model; ``None`` if this rank holds all of it.
         counts: Returns True if this rank counts a parameter. Exactly one copy of each parameter must be counted.
-        device: The device for communication, required if a rank may have no gradient.
+        device: The device for communication; by default the CPU.
 
     Returns:
-        Float64 scalars on ``device``; ``None`` for a parameter without a gradient on any rank.
+        One entry for each parameter: float64 scalars on ``device``; ``None`` for a parameter without a gradient on any
+        rank.
     """
     # The norms, and 1 for each existing gradient.
     found = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
@@ -107,12 +117,14 @@ def clip_by_total_norm(
 ) -> Tensor:
     """Scale this rank's gradients in place, so that the norm over the group is at most ``max_norm``.
 
+    Every rank of the group must call this.
+
     Args:
         parameters: This rank's parameters, counted or not, because every copy of a parameter is scaled.
         max_norm: The largest norm.
         norm_type: The exponent p > 0, or ``float("inf")``.
         group: The ranks that together hold the model; ``None`` if this rank holds all of it.
-        counts: Returns True if this rank counts a parameter.
+        counts: Returns True if this rank counts a parameter. Exactly one copy of each parameter must be counted.
         device: The device for communication, required if a rank may have no gradient. Default: the first gradient's
             device.
 
@@ -137,7 +149,8 @@ def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Par
     The test uses the sum of absolute values, because a search for the maximum takes ten times as long on a CPU.
 
     Args:
-        parameters: This rank's parameters. Sparse gradients are skipped.
+        parameters: This rank's parameters. Sparse gradients are skipped. A sharded parameter counts with the gradient
+            of its shard.
 
     Returns:
         For each device and dtype, the parameters with a gradient, and a flag for each of them, in a bool tensor on the

@@ -1,4 +1,16 @@
-"""Synchronization of gradients and values: summed over holders, averaged over replicas, equal at the start."""
+"""Synchronization of gradients and values: summed over holders, averaged over replicas, equal at the start.
+
+`strategy.run.Run` makes a :class:`GradientSync` for each run of the Trainer, and broadcasts the initial values with it.
+The training and evaluation steps of `trainer` enter :meth:`GradientSync.step`. The engine calls
+:meth:`GradientSync.backward_begins` and :meth:`GradientSync.backward_ends` around each backward of a stage, and the
+training step calls :meth:`GradientSync.finish` after the last one. A training step in which microbatches may have no
+loss also uses a :class:`LeftOut`. torch's `DistributedDataParallel` cannot do this, because it knows neither stages nor
+parameters that several stages hold.
+
+A *holder* of a parameter is a rank that has its values. The *replicas* are the data-parallel ranks. ZeRO makes them
+*shard* a parameter: each replica has some of its rows. The *outside* of a model are its modules around the body, which
+is the module whose layers are split into stages.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +53,16 @@ class GradientSync:
         of several stages of this rank      buckets of these         over data parallel; start after all backwards
         of several ranks (tied, outside     buckets for each set     over (holders x data parallel): sum over holders,
         of the body)                        of holders               mean over replicas, in one collective
+        in `adds_up`                        also a further bucket    sum over the tensor-parallel ranks, at the end
 
     Context-parallel ranks are averaged like replicas: data parallel means both in this table. A parameter that replicas
     shard has the same place, but each replica receives its rows of the gradient. These gradients are first reduced over
-    the replicas. Rows that several stages hold are then summed over these stages, and averaged over the
-    context-parallel ranks.
+    the replicas, with ZeRO stages 2 and 3 after each backward of a stage. Rows that several stages hold are then summed
+    over these stages, and averaged over the context-parallel ranks.
 
     Every rank of the world must construct this object with the same module (apart from placeholders) and stages,
-    because the constructor makes process groups.
+    because the constructor makes process groups. It also adds hooks to parameters, and may replace batch norms, until
+    :meth:`remove`.
 
     Args:
         parameters: The places of the module's tensors.
@@ -56,12 +70,14 @@ class GradientSync:
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
         make_zero: Makes the object that unshards parameters that replicas shard.
         float32_gradients: If True, gradients of half-precision parameters are accumulated and reduced in float32.
-        rounds_gradients: If True, these gradients are rounded for the optimizer when they are final.
+        rounds_gradients: If True, these gradients are rounded for the optimizer when they are final. False with master
+            weights, whose optimizers use float32.
 
     Attributes:
         zero: Unshards parameters that replicas shard.
         has_sync_batch_norm: True if replicas communicate in forwards, for statistics over all of them.
-        reduces: If True, the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
+        reduces: If True, the last backward of a stage starts to reduce its gradients; otherwise they are accumulated,
+            except by ZeRO stages 2 and 3. The training step sets it.
     """
 
     def __init__(
@@ -135,7 +151,7 @@ class GradientSync:
         self.zero.follow(optimizers())
 
     def local_parameters(self) -> list[Tensor]:
-        """Return the parameters of this rank; both forms of parameters that replicas shard."""
+        """Return the parameters of this rank. Parameters that replicas shard occur in both forms, some twice."""
         return [*(location.tensor for location in self._parameters), *self.zero.tensors()]
 
     def optimized_parameters(self) -> dict[int, nn.Parameter]:
@@ -221,7 +237,7 @@ class GradientSync:
 
     @contextmanager
     def step(self, *, evaluates: bool = False, is_cut: bool = True) -> Iterator[None]:
-        """Let layers use unsharded parameters during a step.
+        """Let layers use unsharded parameters during a step. With ZeRO, all replicas must enter this together.
 
         Args:
             evaluates: True for a step of an evaluation, in which parameters do not change.
@@ -242,7 +258,7 @@ class GradientSync:
 
     @property
     def backward_hooks(self) -> dict[str, Callable[[int, bool], None]]:
-        """Return the next two methods as arguments of :meth:`~.Engine.run`; empty if nothing is done at a backward."""
+        """The methods `backward_begins` and `backward_ends`, for :meth:`~.Engine.run`; empty if both do nothing."""
         if not (self._float32 or self._by_stage or self.zero.is_active):
             return {}
         return {"backward_begins": self.backward_begins, "backward_ends": self.backward_ends}
@@ -250,9 +266,9 @@ class GradientSync:
     def keep_sums(self) -> None:
         """Divide gradients that were summed after an earlier backward, so that the next sum counts them once.
 
-        The caller must call this before a backward that adds to these gradients. A mean over ranks keeps equal values,
-        but a sum multiplies them by the number of ranks. Without manual optimization, gradients are zeroed between
-        steps.
+        These are the gradients of parameters in `adds_up`. Manual optimization calls this before each step, because its
+        backward may add to gradients of earlier steps. A mean over ranks keeps equal values, but a sum multiplies them
+        by the number of ranks. In automatic optimization, gradients are zeroed between steps.
         """
         for parameter in self._parts:
             gradient = local_gradient(parameter)
@@ -279,7 +295,11 @@ class GradientSync:
                 buckets.arm()
 
     def backward_ends(self, stage: int, is_last: bool) -> None:
-        """Reduce the gradients of a backward that is complete; the arguments are as for :meth:`backward_begins`."""
+        """Reduce the gradients of a backward that is complete; the arguments are as for :meth:`backward_begins`.
+
+        This starts collectives of the replicas in the last backward of a stage, and with ZeRO stages 2 and 3 it waits
+        for collectives after each backward.
+        """
         if self.zero.is_active:
             self.zero.backward_ends(stage, is_last=is_last)
         for buckets in self._by_stage.get(stage, ()):
@@ -290,19 +310,22 @@ class GradientSync:
 
     @property
     def is_reducing(self) -> bool:
-        """Return True if gradients of this step are already being reduced."""
+        """True if gradients of this step are already being reduced."""
         return any(buckets.is_launched for of_stage in self._by_stage.values() for buckets in of_stage)
 
     @property
     def reduces_early(self) -> bool:
-        """Return True if gradients are reduced during a step, and not only at its end."""
+        """True if gradients may be reduced during a step, and not only at its end."""
         return bool(self._by_stage)
 
     def finish(self, *, scale: Tensor | float | None = None) -> None:
         """Start the remaining reductions after all backwards of this rank, and wait for all of them.
 
+        Every rank must call this, also a rank without gradients. Afterwards, ``.grad`` has the final gradients.
+
         Args:
-            scale: The factor for the gradients, a number or a tensor of shape ``()``; the same on every rank.
+            scale: The factor for the gradients, a number or a tensor of shape ``()``; the same on every rank. ``None``
+                does not scale them.
         """
         for buckets in self._after_backward:
             buckets.launch_rest()
@@ -331,7 +354,11 @@ class GradientSync:
             location.tensor.grad = None
 
     def broadcast_parameters(self) -> None:
-        """Set every tensor to the values of its first holder on the first replica."""
+        """Set every tensor to the values of its first holder on the first replica. Every rank must call this.
+
+        Rows of parameters that replicas shard are not sent between replicas: :func:`~.shard_module.shard_module` has
+        already done so.
+        """
         own = [*self._parameters, *filter(self._map.is_local, self._buffers)]
         if self._mesh.sizes.tensor > 1:
             alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
@@ -356,7 +383,8 @@ class GradientSync:
     def broadcast_buffers(self) -> None:
         """Set floating-point buffers to the values of the first replica, as `DistributedDataParallel` does.
 
-        The caller must call this before each training step and each evaluation.
+        The strategy calls this on every rank before each training batch, and at the start of each evaluation. It also
+        calls :meth:`parameters_changed`.
         """
         self.parameters_changed()
         if self._mesh.num_replicas > 1 and self._floating_buffers:
@@ -380,7 +408,7 @@ class GradientSync:
         self.zero.remove()
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Make buckets and groups again after parameters have moved; see :class:`Follower`."""
+        """Make buckets and groups again after parameters have moved, on every rank; see :class:`Follower`."""
         self._attach()
 
     def remove(self) -> None:
@@ -391,7 +419,7 @@ class GradientSync:
 
 
 class Rest(NamedTuple):
-    """The effect of missing losses on an optimizer step.
+    """The effect of missing losses on an optimizer step; see :class:`LeftOut`.
 
     Attributes:
         scale: The factor for the gradients; 0 if nothing has a loss.
@@ -417,7 +445,8 @@ class LeftOut:
     In an ordinary step, replicas send a single number between their hosts while backward runs.
 
     Args:
-        mesh: The mesh. One rank of each replica takes part, at the same place in each replica.
+        mesh: The mesh. The ranks at one place of all replicas call :meth:`ask` and :meth:`settle` together, because
+            these are collectives of the data group. In a pipeline, only the ranks that compute losses do so.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -457,7 +486,11 @@ class LeftOut:
         self._pending = is_whole, work
 
     def settle(self) -> Rest | None:
-        """Return the effect of missing losses, after :meth:`ask`; ``None`` if no replica has any."""
+        """Return the effect of missing losses, after :meth:`ask`; ``None`` if no replica has any.
+
+        A collective of the replicas sums the weights if a replica has missing losses. The host waits for weights that
+        are on a device.
+        """
         assert self._pending is not None
         is_whole, work = self._pending
         self._pending = None

@@ -1,4 +1,13 @@
-"""Master weights: parameters compute in half precision, and optimizers work on float32 copies of them."""
+"""Master weights: parameters compute in half precision, and optimizers work on float32 copies of them.
+
+`HybridStrategy(master_weights=True)` makes a :class:`MasterWeights` for a run with ``precision="bf16-true"`` or
+``"16-true"``, before the module is converted. The strategy opens it around `configure_optimizers`, optimizer steps, and
+reading and writing of checkpoints. Separate float32 parameters in the optimizers would be simpler, but then the user's
+hooks, parameter groups and checkpoints would refer to other objects than the optimizers.
+
+Master weights are *open* while the parameters hold their float32 values, and *closed* while the parameters hold values
+in half precision.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +30,7 @@ class _Master:
         parameter: The parameter, before it is converted to half precision.
 
     Attributes:
+        value: The float32 value of this rank's shard. It is up to date while the master weight is closed.
         is_open: True while the parameter holds the float32 value.
     """
 
@@ -64,10 +74,12 @@ class MasterWeights:
     A parameter stays the same object, with the same hooks. Only its memory and its dtype change::
 
                                           parameter            gradient      stored separately
-        forwards and backwards            half precision       half          master weight
+        forwards and backwards            half precision       half (1)      master weight
         open() ... close()                float32              float32       half precision (frozen ones stay closed)
         opened()                          as with open(), for all parameters
         after :meth:`remove`              float32
+
+        (1) or float32 with the setting `float32_gradients`, see `fp32_grads`
 
     Master weights are open while optimizers are made, while hooks and clipping use gradients, and while optimizers
     step. They are also open while checkpoints are written or read, so that checkpoints contain the master weights under
@@ -91,7 +103,10 @@ class MasterWeights:
             master.value = master.value.to(device)
 
     def open(self) -> None:
-        """Set the parameters that an optimizer may step to their master weights."""
+        """Set the parameters that an optimizer may step to their master weights: not frozen, or with a gradient.
+
+        If code has changed a half-precision parameter since :meth:`close`, the master weight gets the changed values.
+        """
         _open(each for each in self._masters if each.parameter.requires_grad or each.parameter.grad is not None)
 
     def close(self) -> None:
@@ -110,7 +125,7 @@ class MasterWeights:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Close the master weights after the step of an optimizer; they are opened after its backward."""
+        """Close the master weights after the step of an optimizer. The strategy opens them after its backward."""
         try:
             yield
         finally:

@@ -1,4 +1,13 @@
-"""The places of a module's tensors on the ranks, determined once, and changed in one place."""
+"""The places of a module's tensors on the ranks, determined once, and changed in one place.
+
+`ModuleParallelizer` makes one map for a module. All code that needs the place of a tensor reads it here: gradient
+synchronization, checkpoints, step programs. The module alone would not suffice: its placeholders show which tensors
+this rank lacks, but not which ranks hold them.
+
+A *place* is a :class:`~lightning_hybrid.pipeline_parallel.stage_map.TensorStages`: a tensor with the stages that use
+it, and the pipeline ranks that hold it. A *placeholder* takes the place of a tensor that is on other stages. The
+*layers* are the modules that are split into stages; parameters *outside* of them may be on several stages.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +43,8 @@ class Follower(Protocol):
 class ParameterMap:
     """The stages, ranks and owner of each parameter and buffer of a module.
 
-    The map changes at most once, after the first training batch has shown which stages use a parameter outside the
-    layers.
+    In a run, the map changes at most once: before the first training batch runs, a trace of it shows which stages use a
+    parameter outside the layers.
 
     ::
 
@@ -65,7 +74,7 @@ class ParameterMap:
         self.assign(stage_map)
 
     def assign(self, stage_map: StageMap) -> None:
-        """Set the stages of all tensors. Once a run follows the map, only :meth:`move` may change it."""
+        """Set the stages of all tensors. Once a run follows the map, only :meth:`move` may call this."""
         self.stage_map = stage_map
         # Each checkpoint asks for all names.
         self._ranks_of: Callable[[str], frozenset[int]] = cache(stage_map.ranks_of)
@@ -113,8 +122,9 @@ class ParameterMap:
     def owners(self, names: Iterable[str]) -> dict[str, int]:
         """Return the pipeline rank whose value is saved, by name.
 
-        For a parameter, this is the first rank that holds it, because all holders have equal values. For a buffer, this
-        is the last rank, which runs all of the user's step.
+        For a parameter, this is the first rank that holds it under any of its names, because all holders have equal
+        values. For a buffer, or another name, this is the last rank that holds it: for a buffer outside the layers, the
+        last stage runs all of the user's step.
         """
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         first: dict[int, int] = {}
@@ -155,7 +165,7 @@ class ParameterMap:
         """Move parameters outside the layers to the stages that use them. Every rank must call this.
 
         Args:
-            outside: The stages of each parameter that moves, by all its names.
+            outside: The stages of each parameter that moves, by all its names; the same on every rank.
         """
         for follower in self._followers:
             follower.release_parameters()

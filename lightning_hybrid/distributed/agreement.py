@@ -1,4 +1,11 @@
-"""Agreement of ranks: an error on one rank becomes an error on all ranks, and values are compared over ranks."""
+"""Agreement of ranks: an error on one rank becomes an error on all ranks, and values are compared over ranks.
+
+Setup code calls these functions (`strategy.checks`, `strategy.run`, `strategy.parallelize`), and so does code that
+makes a decision from the values of all ranks (checkpoints, schedules, optimization). If only one rank raised an error,
+the other ranks would wait in their next collective until the timeout. torch's `all_gather_object` has no such
+agreement, and always takes two collectives. Every function here that takes a group, and :func:`check_equal`, is a
+collective: every rank of the group must call it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +30,11 @@ _RANK_INFO = struct.Struct("64sqQ")  # a host name has at most 64 bytes (HOST_NA
 class RankInfo(NamedTuple):
     """Facts about a rank that the other ranks need before the mesh is made.
 
+    `strategy.checks.check_ranks` exchanges them.
+
     Attributes:
         host: The name of its host.
-        num_groups: The number of its process groups.
+        num_groups: The number of its process groups, as :func:`~.process_group.num_groups` counts them.
         seed: The seed of torch's default generator, 64 bits.
     """
 
@@ -56,15 +65,17 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
     Every rank of the group must call this.
 
     Args:
-        check: The function. It may raise anything.
+        check: The function. It must not start a collective that other ranks skip if it fails there. Exceptions that are
+            not an `Exception`, such as `KeyboardInterrupt`, leave this function at once, without the other ranks.
         group: The argument of :func:`~.process_group.all_gather_bytes`.
 
     Returns:
         The result of the function on this rank.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: The error of the lowest rank that failed. Errors of other types
-            become a `RuntimeError` on the other ranks.
+        ValueError, TypeError, RuntimeError, OSError: The error of the lowest rank that failed, on all ranks. A rank
+            that failed with the same text raises its own exception. Other ranks raise the type in :data:`_AGREED` that
+            matches first, or a `RuntimeError` for other types.
     """
     error: Exception | None = None
     result: _T
@@ -91,12 +102,12 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
     Every rank must call this. If the values are the same, it takes one collective.
 
     Args:
-        values: The values of this rank as text, by name.
+        values: The values of this rank as text, by name. A name that a rank lacks counts as a difference.
         advice: The remedy for a difference.
         own: Additional bytes of this rank, sent in the same collective. Their number is the same on every rank.
 
     Returns:
-        The additional bytes of each rank.
+        The additional bytes of each rank, in the order of the ranks.
 
     Raises:
         ValueError: If a value is not the same on every rank.
@@ -114,7 +125,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each rank of a group.
+    """Return the value of each rank of a group, in the order of the group.
 
     Every rank of the group must call this. It takes one collective if all values are small, and otherwise two. torch
     always takes two, the first one for the sizes.
@@ -146,7 +157,7 @@ def by_rank(values: Mapping[int, str]) -> str:
     """Return the values, each with the ranks that have it.
 
     Args:
-        values: The value on each rank.
+        values: The value on each rank, as text, by rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
@@ -159,4 +170,5 @@ def by_rank(values: Mapping[int, str]) -> str:
 
 
 _MOST = 8  # ranks listed for one value
+#: The types of errors that keep their type on other ranks, subclasses before their base classes.
 _AGREED = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)

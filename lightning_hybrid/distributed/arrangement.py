@@ -1,4 +1,10 @@
-"""Arrangements of tensor-parallel ranks: lines, squares and cubes."""
+"""Arrangements of tensor-parallel ranks: lines, squares and cubes.
+
+`HybridStrategy` checks its arguments by :func:`check_arrangement`. `strategy.run.World` makes the arrangement of a run
+by :func:`arrange`, the mesh makes the process groups of its axes, and `tensor_parallel.grid` shards layers over these
+axes. The plain mode ``"1d"`` is an arrangement too (a *line*), so the mesh has no special case for it. This file makes
+no process groups, so layouts can be checked and searched in one process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ TENSOR_PARALLEL_MODES = ("1d", "2d", "2.5d", "3d")
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A layout of an activation, seen as a matrix, over the axes of an arrangement.
+    """A layout of an activation, seen as a matrix (samples x features), over the axes of an arrangement.
 
     Attributes:
         rows: The axes over which rows (samples) are sharded, the outermost first; empty in a line.
@@ -43,9 +49,11 @@ class Arrangement:
         depth    [0,4] [1,5] [2,6] [3,7]        output   [0,4] [1,5] [2,6] [3,7]
 
     Attributes:
-        mode: One of :data:`TENSOR_PARALLEL_MODES`.
+        mode: One of :data:`TENSOR_PARALLEL_MODES`: ``"1d"`` (a line), ``"2d"`` (a square), ``"2.5d"`` (several squares,
+            whose number is the depth) or ``"3d"`` (a cube).
         axes: The names and sizes of the axes, the outermost first.
-        outer: The layout of activations before and after a pair of layers.
+        outer: The layout of activations before and after a pair of layers: a column-wise and a row-wise linear layer,
+            such as the two layers of an MLP.
         inner: The layout of activations between the two layers of a pair.
     """
 
@@ -70,7 +78,7 @@ class Arrangement:
         return self.parts(name for name, _ in self.axes)
 
     def parts(self, names: Iterable[str]) -> int:
-        """Return the number of shards of a dimension that is sharded over several axes."""
+        """Return the number of shards of a dimension that is sharded over the axes with these names."""
         return math.prod(dict(self.axes)[name] for name in names)
 
     def index(self, rank: int, names: Iterable[str]) -> int:
@@ -94,18 +102,18 @@ class Arrangement:
         return found
 
     def ranks_along(self, names: Collection[str]) -> list[int]:
-        """Return the tensor-parallel ranks that differ from rank 0 only along some axes."""
+        """Return the tensor-parallel ranks that differ from rank 0 only along the axes with these names."""
         coordinates = [self.coordinates(rank) for rank in range(self.size)]
         others = [name for name, _ in self.axes if name not in names]
         return [rank for rank, at in enumerate(coordinates) if not any(at[name] for name in others)]
 
     @property
     def mesh_axes(self) -> dict[str, tuple[str, ...]]:
-        """The axes of the device mesh over which parameters are sharded: each name with its axes of the arrangement.
+        """The tensor-parallel axes of a parameter's device mesh: each name with its axes of the arrangement.
 
-        In a cube, one dimension of a weight is sharded over ``"output"``, and the other one over ``"input"`` and
-        ``"weight"``. The mesh has one axis for the latter two, because torch needs minutes to derive placements on a
-        mesh of three axes.
+        In squares, these are the axes of the arrangement; along ``"depth"``, parameters are replicated. In a cube, one
+        dimension of a weight is sharded over ``"output"``, and the other one over ``"input"`` and ``"weight"``. The
+        mesh has one axis for the latter two, because torch needs minutes to derive placements on a mesh of three axes.
         """
         parts = [("output",), ("input", "weight")] if self.mode == "3d" else [(name,) for name, _ in self.axes]
         return {"_".join(axes): axes for axes in parts}
@@ -131,7 +139,7 @@ def arrange(mode: str, size: int, depth: int = 1) -> Arrangement:
         depth: The number of squares, for ``"2.5d"``.
 
     Raises:
-        ValueError: If this number of ranks cannot be arranged in this mode.
+        ValueError: If this number of ranks cannot be arranged in this mode; the text has the nearest possible sizes.
 
     Example:
         >>> arrange("2.5d", 8, 2).axes

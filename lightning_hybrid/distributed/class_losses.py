@@ -7,6 +7,9 @@ classes or positions call :func:`reported`.
 Microbatches and replicas may have unequal numbers of targets. The mean of their losses then differs from the loss of
 the whole batch. Observers find the mean losses in a step and weight them by their targets: see
 :mod:`lightning_hybrid.trainer.losses.loss_terms`.
+
+Code of a step enters :func:`observed`: the comparison of microbatches (`trainer.microbatch_comparison`), the targets of
+replicas (`trainer.replica_targets`) and the weights of loss terms (`trainer.losses.term_weights`).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _observer: Observer | None = None
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Call an observer with each mean loss over classes while entered, and replace the loss by its result.
+    """Call an observer with each mean loss over classes while entered, and replace the loss by the observer's result.
 
     Do not nest these contexts.
     """
@@ -64,12 +67,13 @@ def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
 
     Args:
         mean: The loss, shape ``()``.
-        target: The target classes, integers of any shape. Losses over class probabilities are not reported.
+        target: The target classes, integers of any shape. For class probabilities, the observer is not called.
         weight: The weights of the classes, shape ``(classes,)``; ``None`` if there are none.
         ignore_index: The class that is ignored.
 
     Returns:
-        The value to use instead of the mean, shape ``()``: the observer's result, or `mean` without an observer.
+        The value to use instead of the mean, shape ``()``: the observer's result, or `mean` itself without an observer,
+        for class probabilities, and while torch compiles code.
     """
     # Operations of the observer would become part of compiled code, and stay in it after the context ends.
     if _observer is None or target.is_floating_point() or torch.compiler.is_compiling():

@@ -1,4 +1,15 @@
-"""Functions for sharded parameters (DTensors): a rank's shard, its gradient, the full tensor, and fixes of torch."""
+"""Functions for sharded parameters (DTensors): a rank's shard, its gradient, the full tensor, and fixes of torch.
+
+A parameter is a DTensor if tensor parallelism or ZeRO shards it. The other packages read and write such parameters
+through these functions, so that they need no case for plain tensors, and no case for a version of torch. torch's own
+methods are not used everywhere, because some of them are slow (`to_local`), lose attributes (`to`), or fail for tensors
+in blocks (`full_tensor`).
+
+Terms: A tensor is *in blocks* if it consists of several weights along one dimension, such as a packed QKV weight, and
+each rank has a part of each block. The *replicas* are the data-parallel ranks; ZeRO shards parameters over them.
+Reading full values is a collective: every rank of the tensor's mesh must call :func:`full_tensor` or
+:func:`redistribute_grad`.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +62,8 @@ def moving(module: nn.Module | None) -> Iterator[None]:
     When torch moves a DTensor, or changes its dtype, it loses attributes such as `no_weight_decay`. torch also fails to
     replace a gradient that has a `grad_fn`, for example after a hook has multiplied it by the norm of its parameter.
 
+    The attributes are not restored if the code inside raises an exception.
+
     Args:
         module: The module; with ``None``, nothing is done.
     """
@@ -95,7 +108,11 @@ def is_tensor_parallel(tensor: object) -> bool:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Return True if this rank is the first of the tensor-parallel ranks that hold the same part of this DTensor."""
+    """Return True if this rank is the first of the tensor-parallel ranks that hold the same part of a DTensor.
+
+    Args:
+        tensor: The DTensor. A plain tensor is an error.
+    """
     assert isinstance(tensor, DTensor)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
@@ -170,10 +187,11 @@ def whole_numbers() -> Iterator[None]:
     """Make `float(x)` and `x.item()` of a DTensor return its full value while entered, for example of `p.norm()`.
 
     torch itself reads only this rank's part of a sum. Reading is a collective of all ranks of the tensor. If this
-    version of torch stores its handlers elsewhere, its own reading remains.
+    version of torch stores its handlers elsewhere, its own reading remains. Also, `numpy()` and `tolist()` of a sharded
+    DTensor raise an error.
 
     Raises:
-        WrongUseError: If an array or a list is made from a sharded DTensor.
+        WrongUseError: If an array or a list is made from a sharded DTensor while entered.
     """
 
     def read(name: str, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +235,7 @@ _DEAR = 1e9  # more than any other cost
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Return this rank's shard of a parameter's gradient. The memory is shared."""
+    """Return this rank's shard of a parameter's gradient; ``None`` without a gradient. The memory is shared."""
     gradient = parameter.grad
     return to_local(gradient) if isinstance(gradient, DTensor) else gradient
 
@@ -241,8 +259,8 @@ def local_view(parameter: Tensor) -> Tensor:
 def redistribute_grad(parameter: Tensor) -> None:
     """Redistribute a gradient to the placements of its parameter.
 
-    If the user shards layers with styles of torch, gradients may be partial sums or have other placements. Every rank
-    of the parameter's mesh must call this.
+    If the user shards layers with styles of torch, gradients may be partial sums or have other placements. The gradient
+    of a plain parameter becomes a plain tensor. Every rank of the parameter's mesh must call this.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -353,7 +371,10 @@ def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
 
 
 def full_tensor(value: Any) -> Any:
-    """Return the full values of a sharded tensor, by a collective of its mesh. Return any other value unchanged."""
+    """Return the full values of a DTensor, by a collective of its mesh. Return any other value unchanged.
+
+    Every rank of the mesh must call this. The result is on the device of the mesh.
+    """
     if not isinstance(value, DTensor):
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run, the shard may be on the host
@@ -419,8 +440,13 @@ def _all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 def put_local(parameter: Any, local: Tensor) -> bool:
     """Replace the memory of this rank's shard by another tensor with the same values, which may be on another device.
 
+    Args:
+        parameter: A DTensor.
+        local: The other tensor.
+
     Returns:
-        True if this version of torch supports that.
+        True if the memory was replaced; False, without an effect, if the shape differs from the shape of the shard, or
+        if this version of torch does not support it.
     """
     if not _is_direct(parameter) or dtensor_shard(parameter).shape != local.shape:
         return False
@@ -432,7 +458,7 @@ def put_data(parameter: Any, local: Tensor) -> None:
     """Replace this rank's shard by a tensor of another dtype or on another device. The parameter object stays the same.
 
     Raises:
-        RuntimeError: If this version of torch does not support that.
+        RuntimeError: If the parameter is a DTensor, and this version of torch does not support that.
     """
     if not isinstance(parameter, DTensor):
         parameter.data = local

@@ -1,4 +1,9 @@
-"""Factory functions on tensor-parallel parameters: they return plain tensors in a step, and DTensors in optimizers."""
+"""Factory functions on tensor-parallel parameters: they return plain tensors in a step, and DTensors in optimizers.
+
+`StepContext.step` enters :func:`plain_factories` around a step of a run with tensor parallelism. `trainer.manual_step`
+enters :func:`sharded_factories` around each optimizer step that user code makes inside such a step. Both functions
+change torch's table of handlers for operations on DTensors, of which a process has one.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +26,8 @@ def plain_factories() -> Iterator[None]:
     """Make factory functions on a parameter, such as `parameter.new_zeros`, return plain tensors while entered.
 
     The user's step makes states and noise with these functions, and passes them to code that does not accept DTensors.
-    Optimizers outside of the step still get DTensors. If this version of torch stores its handlers elsewhere, this has
-    no effect.
+    Optimizers outside of the step still get DTensors, and so do DTensors that are not parameters. This has no effect
+    inside another such context, or if this version of torch stores its handlers elsewhere.
     """
     handlers = dtensor_handlers()
     if handlers is None:

@@ -1,4 +1,9 @@
-"""Errors that all ranks raise, errors that report the failure of another rank, and the closing of process groups."""
+"""Errors that all ranks raise, errors that report the failure of another rank, and the closing of process groups.
+
+`distributed.watch.failures` decides when a rank leaves a run, and calls :func:`close_groups`;
+`strategy.watch.start_watch` also calls it for NCCL, to wake a rank that waits. The other functions describe errors for
+these two, and for code that raises or handles errors on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,11 @@ _DEADLINE = 10.0  # seconds for NCCL to abort its communicators; then the proces
 
 
 class WrongUseError(ValueError):
-    """An error about user code that cannot work in a pipeline. Every rank raises a `ValueError` with its text."""
+    """An error about the user's code, model or calls that cannot work in parallel: a pipeline, shards, or a dry run.
+
+    Other ranks raise a `ValueError` with the same text. `trainer.exceptions` prints the text without the package's own
+    stack if no code of the user is in the stack.
+    """
 
 
 class PeerFailedError(RuntimeError):
@@ -57,10 +66,12 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
     NCCL groups are aborted, because destroying them would wait for messages that a failed peer never sends. If the
     abort does not return in time, the process ends. So the error is printed before the abort.
 
+    This rank cannot use torch's groups afterwards.
+
     Args:
-        error: The exception that is being raised. The frames of its traceback are cleared, because their local
-            variables refer to groups and pending work.
-        end: Ends the process with an exit code.
+        error: The exception that is being raised; ``None`` if another rank has left the run. The frames of its
+            traceback are cleared, because their local variables refer to groups and pending work.
+        end: Ends the process with an exit code, if NCCL does not abort within :data:`_DEADLINE` seconds.
     """
     text = f"{type(error).__name__}: {error}" if error is not None else "another rank has left the run"
     while error is not None:

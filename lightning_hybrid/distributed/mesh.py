@@ -1,4 +1,10 @@
-"""The device mesh: its axes, its process groups, and the coordinates of this rank."""
+"""The device mesh: its axes, its process groups, and the coordinates of this rank.
+
+`strategy.run.World` makes the mesh of a process once, after `HybridStrategy` has started the group of all ranks. Almost
+all other code takes its groups and coordinates from this mesh. torch's `DeviceMesh` alone is not sufficient: it has one
+group for each axis, but a run also needs groups over several axes, gloo groups for data on the host, a group for each
+pair of stages, and messages whose receives stay posted.
+"""
 
 from __future__ import annotations
 
@@ -108,18 +114,21 @@ class Mesh:
              pipeline    [0,4] [1,5] [2,6] [3,7]
              model       [0,1,4,5] [2,3,6,7]
 
-    One call of :func:`make_group` makes all groups of a line, unless an earlier line has the same groups. torch's mesh
-    has a group for each axis. If several axes have the same role, the coordinate of this role runs over all these axes:
-    the data rank is the index of the replica. The *gradient group* of a rank covers all axes whose role averages
-    gradients. With context parallelism, these are the data and context axes.
+    One call of :func:`make_group` makes all groups of one line of this table, unless an earlier line has the same
+    groups. torch's mesh has a group for each axis. If several axes have the same role, the coordinate of this role runs
+    over all these axes: the data rank is the index of the replica. The *gradient group* of a rank covers all axes whose
+    role averages gradients. With context parallelism, these are the data and context axes. The *control group* of a
+    rank has the ranks of its model group, over gloo.
 
-    All groups are made at once. If a group were made when it is first needed, a rank that failed earlier would block
-    the others.
+    The constructor makes all these groups, so it is a collective of all ranks. If a group were made when it is first
+    needed, a rank that failed earlier would block the others. Only two methods make groups later, and every rank must
+    call them: :meth:`new_p2p_group`, for the messages of the pipeline, and :meth:`shared_parameter_group`, for
+    parameters on several stages.
 
     Args:
         sizes: The number of ranks along each axis.
         rank_order: The axes from the outermost to the innermost, joined by ``-``; optional axes may be missing.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: The type of the devices of torch's mesh: ``"cpu"`` or ``"cuda"``.
         timeout: The timeout of the groups, also of the group of all ranks if the mesh uses that; ``None`` for torch's.
         hosts: The host of each rank; empty if it is not known.
         writes_together: If True, make a separate group for files that all ranks write together in the background.
@@ -130,10 +139,11 @@ class Mesh:
         hosts: The host of each rank.
         arrangement: The arrangement of the tensor-parallel ranks.
         num_replicas: The number of model groups.
-        pipeline_rank, data_rank, context_rank, tensor_rank: The coordinates of this rank.
+        pipeline_rank, data_rank, context_rank, tensor_rank: The coordinates of this rank. Each is 0 if its role has
+            size 1.
         host_messages: The messages of the host between the ranks of the control group.
         is_first: True if this rank is the first one along every axis. This rank writes files and logs.
-        broadcasts: The broadcasts that have been requested.
+        broadcasts: The broadcasts that :meth:`posted_broadcast` has returned; the watch reads their progress.
     """
 
     def __init__(
@@ -263,6 +273,8 @@ class Mesh:
 
         Receives stay posted between runs. Therefore a later mesh with the same ranks gets the same object.
 
+        Every rank of the model group must request the broadcast, because ranks forward its messages.
+
         Args:
             name: The name of the broadcast, one of :data:`_BROADCASTS`.
             source: The rank in the model group that sends.
@@ -286,7 +298,7 @@ class Mesh:
             name: The name of the broadcast, one of :data:`_BROADCASTS`.
             source: The rank in the model group that sends.
             device: The argument of :class:`TreeBroadcast`.
-            pin_memory: The argument of :class:`TreeBroadcast`.
+            pin_memory: The argument of :class:`TreeBroadcast`. The first request for a name, source and device decides.
         """
         messages = self.posted_broadcast(name, source)
         trees: TreeBroadcast = _WORLD_CACHE.get(
@@ -307,7 +319,7 @@ class Mesh:
 
     @property
     def arranged_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """The groups of this rank along axes of the arrangement, by the entries of :meth:`Arrangement.groups`."""
+        """The groups of this rank along axes of the arrangement, by the axes from :meth:`Arrangement.groups`."""
         return {axes: group() for axes, group in self._arranged.items()}
 
     @property
@@ -360,7 +372,7 @@ class Mesh:
         return int(self._ranks[pipeline_rank, data_rank, context_rank, tensor_rank])
 
     def peer(self, pipeline_rank: int) -> int:
-        """Return the global rank at a pipeline rank, with the other coordinates of this rank."""
+        """Return the global rank at a pipeline rank that has the other coordinates of this rank."""
         return self.rank(pipeline_rank, self.data_rank, self.tensor_rank, self.context_rank)
 
     def pipeline_rank_of(self, rank: int) -> int:

@@ -1,4 +1,10 @@
-"""Operations that mix sharded parameters (DTensors) with plain tensors."""
+"""Operations that mix sharded parameters (DTensors) with plain tensors.
+
+`World.open` enters :func:`mixed_operations` for a whole run with tensor parallelism or ZeRO, and the dry run of
+`tuning` enters it too. torch refuses an operation on a DTensor and a plain tensor, but the user's code has such
+operations: optimizers whose states are plain, gradient clipping by hand, penalties on parameters. The context changes
+torch for the whole process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,11 @@ from lightning_hybrid.distributed.dtensor import full_tensor, keeping_blocks, wh
 
 @contextmanager
 def mixed_operations() -> Iterator[None]:
-    """Allow operations on DTensors and plain tensors while entered. Optimizers and penalties mix the two."""
+    """Allow operations on DTensors and plain tensors while entered.
+
+    Plain tensors count as replicated. `x.item()` and `float(x)` of a DTensor become collectives of its ranks, see
+    :func:`~.dtensor.whole_numbers`.
+    """
     from torch.distributed.tensor.experimental import implicit_replication  # importing this takes 0.1 s
 
     with keeping_blocks(), whole_numbers(), implicit_replication(), _plain_gradients():

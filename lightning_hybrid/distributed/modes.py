@@ -1,4 +1,10 @@
-"""Modes that route calls of torch functions and operators through a function of the caller."""
+"""Modes that route calls of torch functions and operators through a function of the caller.
+
+Code that must see or replace the calls of a step enters such a mode: tracing (`pipeline_parallel.frame`), dry runs
+(`tuning`), trials of layers (`tensor_parallel`) and rehearsals (`trainer.losses`). A torch *function* is a call of
+Python, such as `F.linear`, before autograd. An *operator* is a call of C++ below autograd, such as `aten.addmm`. With
+these classes, a caller needs a function instead of a subclass for each mode.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,7 @@ class FunctionMode(TorchFunctionMode):
         self._call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass a call on."""
+        """Pass a call to the other function."""
         return self._call(func, args, kwargs or {})
 
 
@@ -47,5 +53,5 @@ else:
             self._call = call
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Pass a call on."""
+            """Pass a call to the other function."""
             return self._call(func, args, kwargs or {})

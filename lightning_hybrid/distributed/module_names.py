@@ -1,4 +1,7 @@
-"""Dotted names of modules and parameters: joining, patterns, and names that differ only in a number."""
+"""Dotted names of modules and parameters: joining, patterns, and names that differ only in a number.
+
+Plans, checkpoints, tables and messages name modules and parameters in this way, as `named_parameters` does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return the parameters and buffers of a module with their names; a tied tensor appears under each of its names."""
+    """Return the parameters, then the buffers, of a module by name; a tied tensor appears under each of its names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
@@ -19,7 +22,7 @@ def join_names(prefix: str, name: str) -> str:
 
     Args:
         prefix: The name of the module; empty for the root module.
-        name: The name within the module.
+        name: The name within the module; not empty.
     """
     return f"{prefix}.{name}" if prefix else name
 

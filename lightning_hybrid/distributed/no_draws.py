@@ -1,4 +1,14 @@
-"""Functions of torch that draw random numbers, and replacements that draw none."""
+"""Functions of torch that draw random numbers, and replacements that draw none.
+
+A trial runs a layer twice, for example once in full and once sharded, and compares the results. Random numbers would
+differ between the two runs. So the trials of context parallelism and of automatic plans, and the dry run of `tuning`,
+run layers with :class:`NoDraws`. `module.eval()` would not suffice: it changes the code path of layers, and does not
+affect functions such as `torch.rand`. Context parallelism uses the two tables for its own replacement,
+`tensor_parallel.context_parallel.draws.Draws`, which draws shards of the full numbers.
+
+A generator that the caller passes as an argument still advances. Functions that are not in the tables, such as
+`torch.randperm`, still draw.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +84,13 @@ class NoDraws:
     context parallelism::
 
         dropout, also in attention    drops nothing
-        other random functions        return one constant, whatever the shape
+        F.gumbel_softmax, F.rrelu     return the softmax, and a leaky ReLU with the mean slope
+        other random functions        fill the result with a constant: 1 for Bernoulli numbers, 0.5 for other floating-
+                                      point numbers, and for integers a number that depends only on the arguments
 
     Args:
         device: The device of this rank.
-        functions: Replacements for other functions, such as attention.
+        functions: Additional replacements, by function, such as for attention. They take precedence.
         only_dropout: If True, replace only dropout; other functions draw as usual.
     """
 
@@ -101,7 +113,12 @@ class NoDraws:
         self._functions |= functions or {}
 
     def find(self, func: Any, place: object = None) -> Callable[..., Any] | None:
-        """Return the replacement for a function; ``None`` if the function has none."""
+        """Return the replacement for a function; ``None`` if the function has none.
+
+        Args:
+            func: The function.
+            place: Ignored; the argument of `Draws.find`.
+        """
         return self._functions.get(func)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,13 @@
-"""Process groups: how they are made, weak references to them, and their backends."""
+"""Process groups: how they are made, weak references to them, and their backends.
+
+The mesh makes its groups by :func:`make_group`, and other classes keep groups as :class:`GroupRef`. `dist.new_group`
+alone would not suffice: by default it is a collective of all ranks for each group, so a mesh of many groups takes long,
+and NCCL groups of several uses would wait for each other.
+
+torch names a group that only its members make after its ranks and the number of groups of the process. So this *number
+of groups* must be the same on all ranks before such a group is made. A group *carries messages* if pipeline stages send
+activations or gradients over it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +43,7 @@ class GroupRef:
     A copy is the same object, so that objects with such a reference can be copied: callbacks copy modules.
 
     Args:
-        group: The group; ``None``, which torch returns if this rank is not in the group, is an error.
+        group: The group. ``None`` is an error; torch returns it on ranks that are not in the group.
 
     Attributes:
         weak: The weak reference itself, for hot paths. It returns ``None`` for a destroyed group.
@@ -47,7 +56,7 @@ class GroupRef:
         self.weak = weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup:
-        """Return the group, which must not have been destroyed."""
+        """Return the group; after it has been destroyed, this is an `AssertionError`."""
         group = self.weak()
         assert group is not None, "the process groups have been destroyed"
         return group
@@ -67,7 +76,7 @@ class GroupRef:
 
 
 class SizedGroupRef(GroupRef):
-    """A reference to a group with its size and rank, which computations read at each call.
+    """A reference to a group with its size and rank, which tensor-parallel layers read at each call.
 
     Args:
         group: The group.
@@ -109,6 +118,8 @@ def world_device() -> torch.device:
 def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return the bytes of each rank of a group, by one collective. torch would gather the sizes first.
 
+    Every rank of the group must call this.
+
     Args:
         own: The bytes of this rank. Their number is the same on every rank.
         group: A group over a backend for tensors on the host; ``None`` for all ranks, over any backend.
@@ -130,7 +141,8 @@ def num_groups() -> int:
 def equally_many_groups(most: int) -> Iterator[None]:
     """Equalize the number of groups of all ranks. While entered, :func:`make_group` needs no collective for that.
 
-    No other groups may be made while entered. Distant ranks save a round trip for each call.
+    `strategy.run.World` enters this while it makes the mesh. No other groups may be made while entered. Distant ranks
+    save a round trip for each call. If NCCL splits groups off, or torch does not reveal the number, nothing is done.
 
     Args:
         most: The largest :func:`num_groups` of all ranks.
@@ -160,7 +172,9 @@ def make_group(
     One call makes all groups::
 
         NCCL bound to devices   all groups are split off the communicator of the world by one collective
-        other backends          the members of each group rendezvous, and other ranks do nothing
+        MPI, or unknown torch   all ranks make each group together
+        otherwise               the members of each group rendezvous; before that, an all-reduce of all ranks equalizes
+                                the number of groups, except inside :func:`equally_many_groups`
 
     Communicators that are split off do not share resources with the world (`split_share`). NCCL would run the
     operations of sharing communicators one after another, so a receive that is posted early would block every later
@@ -173,7 +187,7 @@ def make_group(
         carries_messages: If True, the groups are for messages between stages. With NCCL, these messages have priority
             over computation on the device, and use at most :data:`MESSAGE_CTAS` thread blocks.
         connects_when_used: If True, NCCL makes each communicator, which takes device memory, only for its first
-            operation.
+            operation. The groups are then not split off.
 
     Returns:
         The group; ``None`` if this rank is in no group.
@@ -374,7 +388,8 @@ _OF_PARENT: list[Any] = []  # the parent's groups, which a forked process never 
 def leave_groups_to_parent() -> None:
     """Forget all groups in a forked process, without freeing them, so that new groups can be made here.
 
-    Freeing a group would wait for its threads, which do not exist in this process.
+    `tuning.process_copy` calls this in a forked copy of the process. Freeing a group would wait for its threads, which
+    do not exist in this process.
 
     Raises:
         RuntimeError: If this version of torch has other tables of groups.

@@ -1,4 +1,14 @@
-"""Trees of nested containers: taken apart, put together, described, and encoded as messages between ranks."""
+"""Trees of nested containers: taken apart, put together, described, and encoded as messages between ranks.
+
+Almost all packages use :func:`flatten` and :func:`unflatten` for the arguments and results of layers and steps, and for
+batches. Connections between ranks (`distributed.messages`, `pipeline_parallel.p2p`) send the descriptions and messages.
+torch's `torch.utils._pytree` is not used: it is private, treats dataclasses and unregistered mappings as leaves, and
+its specs are slow to compare, but each microbatch compares some.
+
+A *tree* is any value. A *container* is a value with values inside that :func:`flatten` takes apart; every other value
+is a *leaf*. A *spec* is the structure of a tree without its leaves. A *meta* is the description of a leaf or tree that
+a receiver needs: the structure, the shapes and dtypes of tensors, and the values that are not tensors.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +219,14 @@ _PLAIN = frozenset({type(None), bool, int, str})
 
 
 class TensorMeta(NamedTuple):
-    """The facts about a tensor that a receiver needs."""
+    """The facts about a tensor that a receiver needs.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        requires_grad: True if the tensor of the sender requires a gradient.
+        on_host: True if the tensor of the sender is on the CPU.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -273,7 +290,11 @@ class TreeMeta(NamedTuple):
         return cls(spec, tuple(metas))
 
     def fits(self, leaves: Sequence[Any], spec: TreeSpec | None) -> bool:
-        """Return True if this describes a tree. Values are compared by pickles, which can differ for equal values."""
+        """Return True if this describes a tree. Values are compared by pickles, which can differ for equal values.
+
+        Raises:
+            TypeError: If a value cannot be pickled.
+        """
         described = [
             (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu) if isinstance(leaf, Tensor) else _value_meta(leaf)
             for leaf in leaves
@@ -311,9 +332,13 @@ class TreeMeta(NamedTuple):
 
 
 def split_values(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
-    """Return the description of a tree without its plain values, and these values by position.
+    """Return the description of a tree without the values that are not tensors, and these values by position.
 
-    Many trees share the description.
+    Many trees share the description, in which ``None`` takes the place of these values. In the list of values, ``None``
+    takes the place of tensors.
+
+    Raises:
+        TypeError: If a tensor is not dense.
     """
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -340,7 +365,8 @@ def _value_meta(leaf: Any) -> ValueMeta:
         ) from error
 
 
-#: Bytes of the first part of a message whose length the receiver does not know. Fewer bytes are not faster.
+#: Bytes of the first part of a message whose length the receiver does not know, unless both sides agree on another
+#: number. Fewer bytes are not faster.
 FIRST_PART = 4096
 _HEADER = struct.Struct("qqqq")  # code, bytes of the value, bytes of the message, subject
 _ALIGNED = 16  # bytes: the size, and so the alignment, of torch's largest dtype, complex128
@@ -376,7 +402,8 @@ class Message(NamedTuple):
         subject: The number of the message's subject, which the receiver compares with the one it expects.
         num_bytes: The length without padding.
         encoded: The bytes of the value; empty without a value.
-        parts: The whole message as uint8 tensors on the host: the first part, and the rest if there is any.
+        parts: The whole message as uint8 tensors on the host: the first part, and the rest if there is any. A received
+            message has one part.
     """
 
     code: int
@@ -466,7 +493,9 @@ _UNCHANGING = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.dev
 
 
 def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """Return a copy of an object that a layer may change, such as a cache of keys; return a plain value itself.
+    """Return a copy of an object that a layer may change, such as a cache of keys.
+
+    Numbers, strings, tensors, dtypes, devices and callable objects are returned themselves.
 
     Args:
         value: The object.

@@ -1,4 +1,14 @@
-"""Random streams: the user's code draws the same numbers on every rank of a model group, layers draw their own."""
+"""Random streams: the user's code draws the same numbers on every rank of a model group, layers draw their own.
+
+`StepContext` and the step programs of `trainer` draw from :class:`RandomStreams` in each step. Tensor-parallel layers
+use :func:`own_draws`, and activation checkpointing uses :class:`RandomReplay`. The other functions save, restore and
+compare generators.
+
+The global generators alone would not suffice. Ranks run different layers, so their generators would differ after the
+first layer, and the user's code would then draw different numbers on each stage. Also, the numbers would depend on the
+layout. Therefore each *stream* begins with a seed that is derived from *coordinates*: integers that identify a place in
+the run, such as step and microbatch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +56,7 @@ def derive_seed(*coordinates: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators from which a step may draw: torch (CPU and ``device``), numpy and ``random``.
+    """Seed the global generators from which a step may draw: torch (CPU and ``device``), numpy and ``random``.
 
     Args:
         seed: An integer of up to 64 bits.
@@ -136,7 +146,11 @@ class GeneratorMarks(NamedTuple):
 
 
 def generator_marks(device: torch.device) -> GeneratorMarks:
-    """Return hashes that change when a number is drawn. This takes a third of the time of the states."""
+    """Return hashes that change when a number is drawn. This takes a third of the time of the states.
+
+    Args:
+        device: The device of the model.
+    """
     numpy = get_bit_generator()
     # Copying the state in Python would take 40 us.
     is_usual = isinstance(numpy, np.random.MT19937)
@@ -251,9 +265,10 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 
 
 class RandomReplay:
-    """A recording of the random numbers that some code draws, which can be drawn again later.
+    """A recording of the generator states before some code, so that the code can draw the same numbers again later.
 
-    Restoring the states of numpy and `random` is slow, so they are restored only if they were used.
+    Activation checkpointing records the forward of a layer, and replays it for the recomputation. Restoring the states
+    of numpy and `random` is slow, so they are restored only if they were used.
 
     Args:
         device: The device of the model.
@@ -264,7 +279,7 @@ class RandomReplay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record which numbers are drawn while entered."""
+        """Store the states on entry, and record on exit which generators were used. An exception stores nothing."""
         states, numpy, python = _all_states(self._device)
         yield
         drew_numpy = not all(map(np.array_equal, numpy, np.random.get_state()))
@@ -272,7 +287,7 @@ class RandomReplay:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Draw the recorded numbers again while entered; restore the generators on exit."""
+        """Draw the recorded numbers again while entered; restore the generators on exit. Call :meth:`record` before."""
         _, numpy, python = self._states
         numpy = None if numpy is None else np.random.get_state()
         outside = torch_states(self._device), numpy, None if python is None else random.getstate()
@@ -292,10 +307,11 @@ class RandomStreams:
                         | isolated()                                   |
         user's code     `-- seed(step, i) --.           .-- continues -'       equal on every rank of the model group
                                             | layers()  |
-        layers                              `-- own  ---'                      one stream per (stage, data rank)
+        layers                              `-- own  ---'                      one stream per call and data rank
 
-    Seeds are derived from coordinates. Only counters are kept between steps, so a resumed run draws the same numbers as
-    an uninterrupted one.
+    Seeds are derived from coordinates. Only the seed and counters are kept between steps, so a resumed run draws the
+    same numbers as an uninterrupted one. Tensor-parallel and context-parallel ranks draw equal numbers in layers too;
+    code of these layers makes them different where necessary.
 
     Args:
         seed: The global seed, the same on all ranks.
@@ -400,11 +416,12 @@ class RandomStreams:
 
     @contextmanager
     def layers(self, stage: int, *coordinates: int) -> Iterator[None]:
-        """Draw from the stream of a stage's layers while entered; continue the user's stream on exit.
+        """Draw from the stream of a call of layers while entered; continue the user's stream on exit.
 
         Args:
-            stage: The global index of the stage.
-            coordinates: The coordinates of the step, as in :meth:`seed_user`.
+            stage: The global index of the stage; 0 if the coordinates identify the called layer, so that the numbers
+                do not depend on the layout.
+            coordinates: The other coordinates of the call, as in :meth:`seed_user`.
         """
         outside = get_bit_generator()
         saved = torch_states(self._device), None, random.getstate()

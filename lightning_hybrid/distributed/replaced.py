@@ -1,4 +1,10 @@
-"""Temporary replacements of attributes, dictionary entries and forwards, and contexts that restore modules."""
+"""Temporary replacements of attributes, dictionary entries and forwards, and contexts that restore modules.
+
+A step must leave no trace of the package in the user's objects and in torch, even after an exception. So code that
+changes them temporarily uses these contexts: step programs, traces, dry runs, trials of layers, and activation
+checkpointing. Copies of modules would not suffice: they take memory, and the user's code has references to the
+originals.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,7 @@ def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
 
     Args:
         owner: The object.
-        values: The values by name. The object must have all these attributes.
+        values: The values by name. The object must have all these attributes. A class may inherit them.
     """
     is_class = isinstance(owner, type)  # its attributes may be inherited, or descriptors
     before = {name: vars(owner).get(name, MISSING) if is_class else getattr(owner, name) for name in values}
@@ -77,8 +83,9 @@ def _set_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[Any, 
 class Preserved:
     """A context that restores the state of modules and related objects on exit.
 
-    The state is saved when this object is made. The context can be entered several times, so that several tries begin
-    with the same state.
+    The state is saved when this object is made, not on entry. The context can be entered several times, so that several
+    tries begin with the same state. The state consists of references: attributes and entries refer to the same objects
+    again, but changes inside these objects remain, unless they are in `containers`.
 
     Args:
         owners: Modules and objects whose attributes and buffers are restored. Values of tensors are not restored, see
@@ -121,7 +128,7 @@ class Preserved:
 
 @contextmanager
 def preserved_values(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the values of some tensors on exit, in place. Autograd does not detect the change."""
+    """Restore the values of some tensors on exit, in place. Autograd does not detect this change."""
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -150,12 +157,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def tables_of(owner: Any) -> list[dict[str, Any]]:
-    """Return the dictionaries of an object's attributes and, for a module, of its buffers."""
+    """Return the dictionary of an object's attributes and, for a module, also the dictionary of its buffers."""
     return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
 
 
 def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Restore the entries of a table. An unchanged table is not written, because other threads may read it."""
+    """Restore the entries of a table, in place. An unchanged table is not written, as other threads may read it."""
     if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):
         return
     for name in [name for name in table if name not in before]:
@@ -169,7 +176,7 @@ def refill(container: Any, before: Any) -> None:
     """Restore the contents of a container in place.
 
     Args:
-        container: The container.
+        container: The list, deque, set or dictionary.
         before: A copy of the container from before.
     """
     same = (

@@ -1,4 +1,8 @@
-"""Sizes of the axes for a number of processes, and the number of batches in an optimizer step."""
+"""Sizes of the axes for a number of processes, and the number of batches in an optimizer step.
+
+`HybridStrategy` calls :func:`resolve_sizes` when it knows the number of processes, before any group is made.
+`trainer.optimization` and the commands that plan a run call :func:`accumulated_batches`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from lightning_hybrid.config import choices, preferred
 def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
     """Return the first allowed sizes whose product is the number of processes.
 
-    The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
+    For each context parallel size, each pipeline parallel size is tried with each tensor parallel size in turn.
 
     Args:
         world_size: The number of processes.

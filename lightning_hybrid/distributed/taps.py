@@ -1,4 +1,14 @@
-"""Forward hooks of the user inside a layer, which the package calls later or with other tensors."""
+"""Forward hooks of the user inside a layer, which the package calls later or with other tensors.
+
+User code registers hooks on modules inside a layer, for example to collect the logits of routers for a loss. In a
+pipeline, only one stage runs the layer, but the code that uses the collected tensors may run on other stages. In
+context parallelism, the layer computes on sequence shards, but the hook expects full sequences. So torch must not call
+such a hook where the layer runs. Tracing of a step (`pipeline_parallel.frame.discovery`) finds hooks whose tensors
+leave the layer by :class:`HookWatch`. Step programs and context-parallel layers then call these hooks through
+:class:`Taps`.
+
+A *layer* is a module that runs on one stage as a whole. A *tap* is the name of one hook inside a layer.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +42,12 @@ class Tap(NamedTuple):
 
 
 class TappedCall(NamedTuple):
-    """A call of such a hook, which is made later.
+    """A recorded call of a hook inside a layer, which is made later.
 
     Attributes:
         tap: The hook.
-        given: The arguments of the hook after its module.
+        given: The arguments of the hook after its module: the inputs, the keyword arguments if the hook receives them,
+            and the output.
     """
 
     tap: Tap
@@ -49,7 +60,7 @@ def is_own_hook(hook: Hook) -> bool:
 
 
 def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
-    """Return the hooks on the modules inside a layer, without hooks on the layer itself or hooks of this package.
+    """Return the taps of the modules inside a layer, without hooks on the layer itself or hooks of this package.
 
     Args:
         layer: The layer.
@@ -73,10 +84,10 @@ class Taps:
 
     Args:
         layer: The layer.
-        taps: The hooks.
+        taps: The taps of the hooks.
 
     Attributes:
-        names: The hooks.
+        names: The taps of the hooks.
     """
 
     def __init__(self, layer: nn.Module, taps: Collection[Tap]) -> None:
@@ -106,8 +117,8 @@ class Taps:
         """Replace the call of each hook while entered.
 
         Args:
-            call: The replacement. It receives the name of the hook, the hook, the module and the hook's other
-                arguments, and returns the result of the hook.
+            call: The replacement. It receives the tap, the hook, the module and the hook's other arguments, and returns
+                the result of the hook.
         """
         with _replaced(self._layer, self.names, lambda tap, hook: partial(call, tap, hook)):
             yield
@@ -138,7 +149,7 @@ class HookWatch:
 
     Args:
         layer: The layer.
-        taps: The hooks.
+        taps: The taps of the hooks.
     """
 
     def __init__(self, layer: nn.Module, taps: Collection[Tap]) -> None:

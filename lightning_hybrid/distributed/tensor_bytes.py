@@ -1,4 +1,7 @@
-"""Tensors as bytes for messages, and copies between the host and a device."""
+"""Tensors as bytes for messages, and copies between the host and a device.
+
+Messages, broadcasts and checkpoints send tensors as bytes, because no communication backend supports every dtype.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def pinned(leaf: Any) -> Any:
     """Return a tensor of the host in page-locked memory, so that a copy to a device does not block the host.
 
-    Any other value is returned unchanged.
+    Any other value, and a tensor that is in page-locked memory, is returned unchanged.
     """
     on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
     return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
@@ -42,6 +45,8 @@ def to_host(leaf: Any) -> Any:
 def tell_autograd(written: Any) -> None:
     """Increase the version of tensors that a collective has written, because collectives do not do that themselves.
 
+    Without this, autograd would not detect that a backward needs the old values.
+
     Args:
         written: A tensor, or a list of tensors; any other value is ignored.
     """
@@ -51,5 +56,5 @@ def tell_autograd(written: Any) -> None:
 
 
 def bytes_tensor(payload: bytes) -> Tensor:
-    """Return bytes as a uint8 tensor on the host, shape ``(number of bytes,)``."""
+    """Return a copy of bytes as a uint8 tensor on the host, shape ``(number of bytes,)``."""
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

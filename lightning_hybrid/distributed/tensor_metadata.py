@@ -1,4 +1,8 @@
-"""Functions that read only the metadata of a tensor, such as its shape, and no values."""
+"""Functions that read only the metadata of a tensor, such as its shape, and no values.
+
+Modes and tensor subclasses of this package look up each call of a function here: for a lazy, fake or sharded tensor, a
+function in :data:`METADATA` is called directly, without fetching or computing values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from lightning_hybrid.torch_internals import version_counter, view_base
 
 
 def getters(*names: str) -> frozenset[Callable[..., Any]]:
-    """Return the getters of tensor attributes, which function modes receive as functions.
+    """Return the getters of tensor attributes, such as `Tensor.shape.__get__`, which function modes receive.
 
     Attributes that this version of torch does not have are omitted.
 

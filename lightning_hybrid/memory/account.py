@@ -1,6 +1,14 @@
 """Numbers of bytes on one rank: parameters, gradients and optimizer states from shapes, activations from a forward.
 
-:class:`MemoryEstimator` and the layout search use these functions.
+:class:`~.estimate.MemoryEstimator` calls the functions for parameters and optimizer states. `DryRunStrategy`, the run
+on fake tensors in the layout search and in the `memory` command, meters activations with :class:`SavedTensorMeter`, and
+`tuning.schedule_cache` uses :func:`most_in_flight`. `MemoryReport` measures actual tensors with :func:`storage_bytes`.
+torch's allocator statistics cannot replace this: they exist only for a layout that already runs on a GPU, and do not
+tell parameters from activations.
+
+A *microbatch in flight* has run its forward in a stage, but not yet its backward, so its activations are stored. A
+*kind*, in :class:`SavedTensorMeter`, is a key of the caller for a way to recompute layers. A *label* is its key for a
+layer, or for code outside the layers.
 """
 
 from __future__ import annotations
@@ -41,7 +49,8 @@ class MemoryUsage:
             at the same time. Master weights are included.
         gradients: The gradients of these parameters.
         optimizer: The optimizer states; ``None`` if they are unknown.
-        activations: The tensors that autograd saves for the microbatches in flight; ``None`` if they are unknown.
+        activations: The tensors that autograd saves for the microbatches in flight; ``None`` if they are unknown, as
+            they always are in the result of :class:`~.estimate.MemoryEstimator`.
         buffers: The buffers of its stages.
     """
 
@@ -63,10 +72,10 @@ class LocalParameter:
     """A parameter on one rank.
 
     Attributes:
-        shape: The local shape; with tensor parallelism, the shape of this rank's shard.
+        shape: The local shape without ZeRO; with tensor parallelism, the shape of this rank's shard.
         itemsize: The size in bytes of an element.
         grad_itemsize: The size in bytes of an element of its gradient; 0 if it has no gradient.
-        layer: The only layer that has the parameter; ``None`` if no layer or several layers have it.
+        layer: A key of the only layer that has the parameter; ``None`` if no layer or several layers have it.
     """
 
     shape: torch.Size
@@ -90,9 +99,12 @@ def peak_parameter_bytes(
     Args:
         parameters: The parameters of a rank.
         num_replicas: The data-parallel size.
-        zero_stage: The ZeRO stage.
+        zero_stage: The ZeRO stage, 0 to 3.
         frees_early: If True, stage 3 reshards a layer after each use.
         single_backward: If True, a step has only one backward. The last layer in it then has no shard of gradients yet.
+
+    Returns:
+        The bytes of parameters, and the bytes of gradients.
     """
     zero_stage = zero_stage if num_replicas > 1 else 0
     parameter_bytes = grad_bytes = 0
@@ -124,6 +136,8 @@ def peak_parameter_bytes(
 def optimizer_state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
     """Return the bytes of an optimizer's state for one parameter, measured in a step of a copy of the optimizer.
 
+    The caller must exclude optimizers whose step communicates with other ranks, because only this rank may call this.
+
     Args:
         optimizer: The optimizer, which is not changed.
         group: The parameter group.
@@ -154,7 +168,10 @@ _CAST = f"aten.{TO_COPY}.default"
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the local parts of tensors. A storage with several of these tensors counts once."""
+    """Return the bytes of the local parts of tensors. A storage with several of these tensors counts once.
+
+    Objects that are not tensors, and tensors on the meta device, such as placeholders, do not count.
+    """
     present = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
     storages = {storage_identity(storage): storage.nbytes() for tensor in present for storage in storages_of(tensor)}
     return sum(storages.values())
@@ -170,7 +187,7 @@ def storages_of(tensor: Tensor) -> list[Any]:
 
 
 def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping[int, int]) -> int:
-    """Return the maximum bytes of activations that a rank stores at the same time.
+    """Return the maximum bytes of activations that a rank stores at the same time. Only tests call this.
 
     Args:
         schedule: The schedule of a training step.
@@ -193,6 +210,9 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     Args:
         schedule: The schedule of a training step.
         rank: The pipeline rank.
+
+    Returns:
+        For each of these times, the number of microbatches by stage.
     """
     current: dict[int, int] = defaultdict(int)
     peaks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
@@ -219,12 +239,15 @@ class SavedTensorMeter:
     """Counts the tensors that autograd saves in a forward for backward.
 
     A storage counts once, even if several saved tensors use it. Tensors that are recomputed in backward are not saved.
+    Results of casts of parameters, such as autocast makes, are counted separately: the caller counts them once for a
+    step, and not for each microbatch.
 
     Args:
         excluded: Parameters, buffers and batches, which do not count as activations.
 
     Attributes:
-        label: The label of tensors that are saved from now on, for :meth:`storages` and :meth:`casts`.
+        label: The label of tensors that are saved from now on, for :meth:`storages` and :meth:`casts`. The caller sets
+            it.
     """
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
@@ -256,7 +279,7 @@ class SavedTensorMeter:
         return replaced_attributes(self, _kind=kind, _keeps=keeps)
 
     def _call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator. Record its result if it casts a trained tensor to another dtype, as autocast does."""
+        """Call an operator. Record its result if it casts an excluded, trained tensor, as autocast does."""
         result = func(*args, **kwargs)
         is_cast = str(func) == _CAST and isinstance(result, Tensor)
         if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
@@ -282,7 +305,7 @@ class SavedTensorMeter:
 
         Args:
             repetition: The record.
-            same: The current storage of each recorded storage that was an input or output.
+            same: The key of the current storage, by the key of the recorded storage, for inputs and outputs.
             alive: Keeps the recorded storages alive, so that no other storage gets their address.
         """
         number = len(self._repeated[self.label])
@@ -321,7 +344,7 @@ class Repetition:
     Attributes:
         saved: The saved tensors that are still needed.
         casts: The bytes of casts of parameters, by storage.
-        made: The storages that were created meanwhile.
+        made: The storages that were created meanwhile; set by the caller of :meth:`SavedTensorMeter.recorded`.
     """
 
     saved: WeakSet[_Saved] = field(default_factory=WeakSet)

@@ -1,6 +1,11 @@
 """Estimate of the memory of a rank from the shapes of its tensors.
 
-`MemoryReport` logs it at the start of training, and the layout search compares layouts with it.
+`ModuleParallelizer` makes a :class:`MemoryEstimator` for `MemoryReport`, which logs the estimate at the start of
+training. `DryRunStrategy` makes one for the layout search and for the `memory` command, which call it for many layouts
+of one module. So results are cached, and the shapes of full tensors are enough: no layout has to be built.
+
+A *replica* is one copy of the model on several ranks. A *placeholder* replaces a tensor of another stage: it has a
+shape, but no memory. A *stage map* assigns tensors to stages.
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ class HeldParameter:
 
     Attributes:
         shape: The shape without ZeRO; with tensor parallelism, the shape of this rank's shard.
-        shard: The shape of this rank's ZeRO shard, if the parameter is already sharded.
+        shard: The shape of this rank's ZeRO shard; ``None`` if the parameter is not sharded by ZeRO yet.
         dtype: The dtype.
         grad_itemsize: The size in bytes of an element of the gradient; 0 without a gradient.
-        layer: The number of the only layer that has the parameter; ``None`` if no layer or several layers have it.
+        layer: The number of the only layer of this rank that has the parameter; ``None`` if no layer or several layers
+            have it.
         groups: The parameter groups that contain it, as (optimizer, group) numbers.
     """
 
@@ -72,7 +78,7 @@ class MemoryEstimator:
 
     Args:
         module: The user's module, with or without placeholders for layers of other ranks.
-        optimizers: The user's optimizers; ``None`` if they must not be tried.
+        optimizers: The user's optimizers; ``None`` if they must not be tried, so that their states are unknown.
         float32_gradients: The setting `tuning.float32_gradients`.
     """
 
@@ -100,7 +106,7 @@ class MemoryEstimator:
 
         Args:
             stage_map: The stages of the parameters.
-            layers: The layers of each stage of the rank.
+            layers: The layers of each stage of the rank, by stage.
             rank: The pipeline rank.
         """
         layer_of: dict[int, int] = {}
@@ -144,13 +150,13 @@ class MemoryEstimator:
 
         Args:
             held: The parameters and buffers of the rank, from :meth:`held`.
-            config: The arguments of the strategy.
+            config: The arguments of the strategy: its ZeRO stage, master weights, and when ZeRO frees parameters.
             num_replicas: The data-parallel size.
             num_backwards: The number of backwards of a stage per optimizer step: microbatches times accumulated
                 batches.
 
         Returns:
-            The estimate, without activations.
+            The estimate, with ``None`` for the activations.
         """
         is_single = num_backwards == 1
         key = id(held), num_replicas, config.zero_stage, config.frees_early, config.master_weights, is_single

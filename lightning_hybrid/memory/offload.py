@@ -1,4 +1,12 @@
-"""Offloading of activations and optimizer states to the host until the device needs them."""
+"""Offloading of activations and optimizer states to the host until the device needs them.
+
+`Run` makes one :class:`Offload`. `ModuleParallelizer` enters :meth:`Offload.activations` around forwards, and
+`HybridStrategy.optimizer_step` calls :meth:`Offload.load_states` and :meth:`Offload.offload_states`. torch's
+`save_on_cpu` is not used, because each of its copies blocks the computation. Here, copies run on a stream of their own,
+and the copy that backward needs next starts early.
+
+The *host* is the memory of the CPU. An *activation* is a tensor that autograd saves in a forward for its backward.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +32,10 @@ _MIN_BYTES = 2**20
 
 
 def check_offload(offload: Any) -> None:
-    """Check the argument `offload` of `HybridStrategy`.
+    """Check the argument `offload` of `HybridStrategy`. `strategy.checks` calls this.
+
+    Args:
+        offload: The argument.
 
     Raises:
         TypeError: If it is not a name, a list of names or ``None``.
@@ -41,7 +52,7 @@ def check_offload(offload: Any) -> None:
 
 
 class Offload:
-    """Moves tensors to the host and back. It does nothing if the device is the CPU.
+    """Object that moves tensors to the host and back. It does nothing if the device is the CPU.
 
     ::
 
@@ -51,11 +62,12 @@ class Offload:
                      needs them
         optimizer    on the host                             host -> device, and back
 
-    Copies of activations overlap with computation.
+    Copies of activations overlap with computation. Sharded activations (DTensors) and activations of other tensor
+    classes stay on the device.
 
     Args:
         names: Some of :data:`OFFLOADS`.
-        device: The device of this rank.
+        device: The device of this rank: the CPU or a CUDA device.
         min_bytes: Smaller activations, in bytes, stay on the device.
 
     Attributes:
@@ -115,9 +127,9 @@ class Offload:
     def _move(self, optimizer: Optimizer, source: torch.device, target: torch.device) -> None:
         """Move states with the shape of their parameter. Other states, such as counters, stay on their device.
 
-        All copies run at the same time, through pinned memory. Copies to the device precede the optimizer step in its
-        stream. After copies to the host, the host waits once for the last copy, because any code may read them
-        afterwards.
+        The host does not wait for each copy, because the copies on the host are in pinned memory. Copies to the device
+        precede the optimizer step in its stream. After copies to the host, the host waits once for the last copy,
+        because any code may read them afterwards.
         """
         copies = False
         for parameter, state in optimizer.state.items():
@@ -143,10 +155,10 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class _OffloadedTensor:
-    """An activation on the host, or in transfer.
+    """An activation on the host, or in transfer. Autograd stores it in place of the activation.
 
     Backward needs activations in the reverse order of forward. When it needs an activation, the previous activation is
-    fetched too::
+    fetched too. In this example, backwards B3 to B1 need activations 3 to 1::
 
         device    B3        | B2        | B1
         copies    3, 2      | 1         |

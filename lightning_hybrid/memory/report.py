@@ -1,4 +1,9 @@
-"""Log of the estimated memory of each rank at the start of training, and warnings about wrong estimates."""
+"""Log of the estimated memory of each rank at the start of training, and warnings about wrong estimates.
+
+`Run.install` adds the callback to the Trainer. The estimate comes before the first batch, so that a user learns the
+memory of each part before a run fails with an out-of-memory error. The allocator's peak after the first step shows if
+the estimate was right.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,18 @@ _TOLERANCE = 1.2  # a larger ratio of actual to estimated bytes is logged as a w
 
 
 class MemoryReport(Callback):
-    """Logs the estimate of each pipeline rank when training begins, and on CUDA again after the first optimizer step.
+    """Callback that logs the estimate of each pipeline rank when training begins.
 
-    The second log also has the peak of the CUDA allocator. Among tensor-parallel ranks, the largest estimate is shown.
-    After the first step, each rank warns if its parameters or optimizer states take more memory than estimated. If the
-    first rank does not log at this level, nothing is logged.
+    On CUDA, it logs again after the first optimizer step, with the peak of the CUDA allocator. Among tensor-parallel
+    ranks, the largest estimate is shown. After the first step, each rank of the first replica warns if its parameters
+    or optimizer states take more memory than estimated. The hooks do nothing on other replicas, and their gathers are
+    collectives of the first replica. If global rank 0 does not log at level INFO, or an estimate fails, there are no
+    logs and no warnings.
 
     Args:
-        estimate: Returns the estimate of this rank.
-        table: Returns a table of the estimates and, if there are any, the allocator's peaks, both by pipeline rank.
+        estimate: Returns the estimate of this rank. It may raise an error, but must not communicate.
+        table: Returns a table of the estimates and, if there are any, the allocator's peaks in bytes, both by pipeline
+            rank.
         mesh: The device mesh.
     """
 
@@ -100,7 +108,10 @@ class MemoryReport(Callback):
                 )
 
     def _gather(self, value: Any) -> list[list[Any]]:
-        """Return the values of the first replica, by pipeline rank and tensor-parallel rank."""
+        """Return the values of the first replica, by pipeline rank and tensor-parallel rank.
+
+        All ranks of the first replica must call this. Values of further context-parallel ranks are dropped.
+        """
         mesh, group = self._mesh, self._mesh.control_group
         values = all_gather_values(value, group)
         return [

@@ -1,6 +1,9 @@
 """Batch norm in microbatches: a limit on the number of microbatches, and the warning about statistics.
 
-Batch norm computes statistics over a microbatch, not over the full batch. The training step calls these functions.
+Batch norm computes statistics over a microbatch, not over the full batch, so results depend on the number of
+microbatches. With a single sample, torch may raise an error. If `num_microbatches` is ``"auto"``, the training step
+limits the number for each batch, and it warns once. The log message about the batch size and dry runs compute the same
+limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Body of the pipeline: which layers are split into stages, and how the user's step is cut where it calls them.
 
-A body is either a chain, which is an `nn.Sequential` that the step calls as a whole, or a set of layers that any code
-may call. :class:`BodyCut` handles steps around a chain; :class:`~.frame.frame.FrameCut` handles all other bodies.
+A body is either a *chain*, which is an `nn.Sequential` that the step calls as a whole, or a set of layers that any code
+may call, called *units*. :class:`BodyCut` handles steps around a chain; :class:`~.frame.frame.FrameCut` handles all
+other bodies. A chain is the simpler case: the stages between the first and the last one do not run the step, and steps
+need no plan. If a step calls the chain in another way, `ChainProgram` can open it: from then on, its layers are units.
+
+:func:`find_body` is called on every rank before the module is split, and in commands such as `plan`. `ChainProgram`
+makes one :class:`BodyCut` for each run, and `StepContext` one :class:`BodyWatch`.
 """
 
 from __future__ import annotations
@@ -35,15 +40,15 @@ class Body:
     """Layers that are split into stages.
 
     Attributes:
-        name: The dotted name of the chain, or the names of the lists that contain the layers.
-        names: The dotted names of the layers, in order.
-        layers: The layers.
-        chain: The `nn.Sequential`, if the user's step calls it as a whole; ``None`` if any code may call the layers.
-        rows: The number of layers in each row. All layers of a row are on the same stage. A row has one layer, two
-            layers (a layer and its frozen copy), or more if layers of a teacher are distributed over the layers of a
-            student.
-        is_found: True if the strategy has detected the chain, and the user has not named it. If a step then calls the
-            layers one by one, the strategy also accepts that.
+        name: The dotted name of the chain, or the names of the lists that contain the layers, joined by commas.
+        names: The dotted names of the layers, row by row.
+        layers: The layers, in the same order.
+        chain: The `nn.Sequential`, if the body is a chain; ``None`` if any code may call the layers. It stays set after
+            the chain was opened.
+        rows: The number of layers in each row. All layers of a row are on the same stage. A row is a single layer, a
+            layer with its frozen copy, or a layer of a student with layers of its teacher (or the other way round).
+        is_found: True if the strategy has detected the chain, and the user has not named it. A step may then also call
+            the chain several times, or its layers one by one: the chain is opened.
         lists: The names for the error about a step that does not call the chain as a whole: the name of the chain, and
             the names of the layer lists of its teacher or student.
     """
@@ -75,8 +80,10 @@ class BodyWatch:
     """Watch that raises an error if the layers are no longer the layers that were split into stages.
 
     A layer that the user replaces, adds or removes after the split would not be trained: other stages have placeholders
-    for the old layers, and other replicas exchange gradients of the old layers. At the beginning of each step, the
-    watch compares the identity of each layer, and the identities of the submodules of the layers that this rank runs.
+    for the old layers, and other replicas exchange gradients of the old layers. `StepContext` calls :meth:`check` at
+    the beginning of each step, on every rank and without communication. It compares the identities of the layers and of
+    the modules that contain them, the number of layers in each list, and the identities of the submodules of the layers
+    that this rank runs.
 
     Args:
         module: The user's module, after the split.
@@ -139,19 +146,22 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
     Args:
         module: The user's module.
         wanted: The dotted name of a container of layers; several names of containers or layers, in the order of the
-            stages; or ``None``. In a name, ``*`` matches any text without a dot. If all names are names of
-            containers, each layer of a frozen copy is on the same stage as the original layer. ``None`` selects the
-            outermost `nn.Sequential` that contains more than half of the parameters; if no such container exists, it
-            selects the layers of the lists that contain most parameters.
-        num_stages: The number of stages.
+            stages; or ``None``. In a name, ``*`` matches any text without a dot. ``None`` selects the outermost plain
+            `nn.Sequential` that contains more than half of the parameters, if it is not one of a numbered row
+            (``layer1``, ``layer2``) and no teacher has lists of layers. Otherwise, it selects the layers of the lists
+            that contain most parameters (:func:`~.frame.units.find_units`). If `wanted` is ``None`` or all names are
+            names of containers, each layer of a frozen copy is on the same stage as the original layer.
+        num_stages: The number of stages, over all ranks and their chunks.
         spreads: If True, distribute the layers of a teacher over the layers of its student. Set it to False if the user
             assigns layers to stages.
 
     Returns:
-        The body. It is a chain if `wanted` is ``None`` or a single name, and the container is a plain `nn.Sequential`.
+        The body. It is a chain if `wanted` is the name of a plain `nn.Sequential` as a string, or if ``None`` selects
+        one. Plain means that the class does not override `forward`.
 
     Raises:
-        ValueError: If a name does not exist, or if no list of layers is large enough.
+        ValueError: If a name does not exist, a named layer is part of another one, or no list of layers is large
+            enough.
         TypeError: If a single name is the name of a module that is not a container of layers.
     """
     if wanted is None:
@@ -275,7 +285,10 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
 
 
 class BodyCallError(WrongUseError):
-    """Error: the user's step does not call the body exactly once, as a whole."""
+    """Error: a wrong call of the body.
+
+    The user's step does not call a chain exactly once, or code calls a layer that is on another stage.
+    """
 
 
 class _Unwind(BaseException):
@@ -299,6 +312,9 @@ class BodyCut:
 
     Code before the body also runs on the last stage. There, its result is dropped unless later code uses it, for
     example in a residual connection around the body.
+
+    In evaluation, `ChainProgram` runs the layers separately, microbatch by microbatch. There, the first stage runs the
+    step only to get the argument of body(x), and the last stage runs it with the joined output of all layers.
 
     Args:
         name: The dotted name of the body.
@@ -356,11 +372,13 @@ class BodyCut:
         Args:
             step: The user's step.
             arguments: The arguments of the step.
-            layers: A function that runs the layers of the stage.
-            inputs: The input of the layers, which replaces the argument of the user's call. The first stage ignores it.
+            layers: A function that runs the layers of the stage. In evaluation, it returns its argument.
+            inputs: The input of the layers, which replaces the argument of the user's call; :data:`NOTHING` if the
+                first stage has skipped the body. Ignored if `unwinds` is True.
             unwinds: If True, the step ends after the layers. This is the case on the first stage, whose layers receive
                 the argument of the user's call.
-            may_skip: If True, the step may return ``None`` without a call of the body.
+            may_skip: If True, the step may return ``None`` without a call of the body. The first stage decides; the
+                last stage may only do so if `inputs` is :data:`NOTHING`.
 
         Returns:
             On the first stage, the output of the layers; :data:`NOTHING` if the step skips the body. On the last stage,
@@ -368,7 +386,8 @@ class BodyCut:
 
         Raises:
             BodyCallError: If the step does not call the body exactly once.
-            WrongUseError: If the step computes derivatives through the body.
+            WrongUseError: If the step computes derivatives through the body, or if it needs a parameter that this stage
+                lacks (see :class:`~.chain.CodeBefore`).
         """
         self._call = call = _Call(step.__name__, layers, inputs, unwinds)
         try:
@@ -393,7 +412,16 @@ class BodyCut:
 
 @dataclass(slots=True)
 class _Call:
-    """Call of the body that the running step has to make."""
+    """Call of the body that the running step has to make.
+
+    Attributes:
+        step: The name of the user's step.
+        layers: See :meth:`BodyCut.run`.
+        inputs: See :meth:`BodyCut.run`.
+        unwinds: See :meth:`BodyCut.run`.
+        count: The number of calls so far.
+        hooks: The hooks of :meth:`refuse_derivatives`; :meth:`BodyCut.run` removes them.
+    """
 
     step: str
     layers: Callable[[Any], Any]
@@ -403,7 +431,7 @@ class _Call:
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     def refuse_derivatives(self, name: str, given: Any, output: Any) -> None:
-        """Raise an error if, before the step ends, a backward pass reaches the layers or the code before them.
+        """Add hooks that raise an error if a backward reaches the layers or the code before them before the step ends.
 
         ::
 

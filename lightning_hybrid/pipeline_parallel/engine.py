@@ -1,7 +1,13 @@
 """Engine that runs the actions of one pipeline rank on its stages, in the order of a schedule.
 
-The training step and the evaluation steps call :meth:`Engine.run`. The watch of the run calls :meth:`Engine.under_way`
-and similar methods from another thread, to report where a rank waits.
+`World`, which owns the process groups of a strategy, makes one :class:`Engine`, which outlives single runs of the
+Trainer. The training step and the evaluation steps call :meth:`Engine.run`. The watch thread of a run calls
+:meth:`Engine.under_way` and similar methods, to report where a rank waits.
+
+The engine knows only actions, messages and buffers; `compute`, a function of the caller, runs the layers. Nothing is
+negotiated during a run: every rank runs its list of the same schedule, so all ranks of a pipeline must call
+:meth:`Engine.run` with equal schedules and keys. A *blank* message replaces a message whose sender has broken off the
+run; the receiver then also breaks off. To *retire* a send is to wait until it is received, and to free its tensors.
 """
 
 from __future__ import annotations
@@ -80,7 +86,7 @@ class Engine:
         trace: Called with the name of each action when the action runs, such as ``"2F0"`` or ``"1SEND_F3"``.
 
     Attributes:
-        position: The action that runs; ``None`` outside of a run.
+        position: The action that runs, or that has raised an uncaught exception; ``None`` outside of a run.
         awaited: The receive that the engine waits for; ``None`` if it does not wait.
         broke_off: The action that raised the latest exception in `breaks_off`; ``None`` if no run has raised one.
         runs: The number of runs that have begun.
@@ -117,13 +123,14 @@ class Engine:
         profile: Profile | None = None,
         breaks_off: tuple[type[Exception], ...] = (),
     ) -> list[Any]:
-        """Run this rank's part of a schedule.
+        """Run this rank's part of a schedule. All ranks of the pipeline call this with equal schedules and keys.
 
         Args:
             schedule: The schedule.
             compute: ``compute(stage, microbatch, inputs)`` runs the layers of a stage. `inputs` is a tree, or ``None``
                 on the first stage. The result is a tree. On the last stage of a schedule with backward, it is the loss:
-                a scalar that is already scaled.
+                a scalar that is already scaled. :data:`~.stage.NOTHING` replaces the inputs, the result or the loss of
+                a microbatch without a loss.
             keys: The signature of each microbatch, the same on all ranks. Microbatches with equal keys have equal
                 shapes, dtypes and plain values at every stage boundary.
             backward_begins: Called before each backward with the stage, and with True if this is the last backward of
@@ -140,8 +147,10 @@ class Engine:
             last stage; otherwise an empty list.
 
         Raises:
-            ValueError: If the number of keys is not the number of microbatches, a channel is missing, or a message
-                differs from the first message with its key.
+            ValueError: If the number of keys is not the number of microbatches, a channel is missing, a message differs
+                from the first message with its key, or the loss is not a real scalar.
+            TypeError: If a value between two stages cannot be sent.
+            BlankMessageError: If another rank has broken off the run.
         """
         if len(keys) != schedule.num_microbatches:
             number = schedule.num_microbatches
@@ -180,7 +189,8 @@ class Engine:
     def check_message(self) -> None:
         """Raise an error if the message that the current forward works on is blank.
 
-        The engine calls this after each forward. The caller's ``compute`` can call it earlier.
+        The engine calls this after each forward of a schedule with backward. The caller's ``compute`` can call it
+        earlier.
 
         Raises:
             BlankMessageError: If the message is blank.
@@ -370,7 +380,7 @@ class Engine:
         """Return the message that a computation works on, when it has arrived; ``None`` at the ends of the model.
 
         Raises:
-            BlankMessageError: If the message of a backward is blank.
+            BlankMessageError: If the message of a backward is blank, or if the meta of any message marks it as blank.
         """
         message = None if step.source is None else step.source.pop(step.microbatch)
         if type(message) is Recv:
@@ -468,7 +478,7 @@ _Handler = Callable[["Engine", "_Step", _Run, Any], None]
 
 
 class _Step(NamedTuple):
-    """Action of this rank, with all objects that it needs."""
+    """Action of this rank, with all objects that it needs, so that a run looks nothing up."""
 
     handler: _Handler
     action: Action

@@ -1,7 +1,12 @@
 """Channels that transfer activations and gradients between stages.
 
-The structure, shapes and dtypes of a message are sent only once for all messages with the same key. Each receive
-allocates new tensors. The engine sends and receives through these channels.
+The engine sends and receives through these channels. `World`, which owns the process groups of a strategy, makes them
+once with :func:`make_channels`, and all runs of the Trainer use them.
+
+The receiver does not know the shapes of activations, which depend on the batch. So the structure, shapes and dtypes of
+a message, its *meta*, are sent only once for all messages with the same key, or with each message if shapes are
+dynamic. Each receive allocates new tensors. The *wire* device is the device whose memory the backend of the process
+group can transfer. A *blank* message replaces a message that its sender will not compute.
 """
 
 from __future__ import annotations
@@ -71,7 +76,8 @@ class Recv:
         number: The number of its message in the channel, from 1.
         key: The key of the message.
         format: The format of the message; ``None`` until the receive has started.
-        pending: The transfer of each tensor; ``None`` in place of the work if the tensor has no elements.
+        pending: For each tensor of the message, its description, the allocated tensor, and the transfer; ``None`` in
+            place of the transfer if the tensor has no elements.
     """
 
     __slots__ = ("_channel", "format", "key", "number", "pending")
@@ -88,7 +94,7 @@ class Recv:
         return self._channel is channel
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
-        """Wait for the message and return it.
+        """Wait for the message and return it. Call this once.
 
         Returns:
             The leaves and the structure of the tree. Each tensor is newly allocated, with the sender's
@@ -111,7 +117,7 @@ class Recv:
         return leaves, meta.spec
 
     def take_blank(self) -> bool:
-        """Return whether a message that has arrived is marked as blank, and set the mark to zero.
+        """Return whether a message that has arrived is marked as blank, and set the mark to zero. Call it after `wait`.
 
         Only a tensor that arrives on the host can have a mark. To read a mark on a device, the host would have to wait.
         """
@@ -155,8 +161,8 @@ class Channel:
             copy from the device.
 
     Attributes:
-        num_messages: The number of messages sent or posted.
-        num_bytes: The number of bytes in the tensors of all messages sent.
+        num_messages: The number of messages sent or posted on this side, including blank messages.
+        num_bytes: The number of bytes in the tensors of all messages sent; 0 on the receiving side.
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class Channel:
         self._unread.clear()
 
     def connect(self, *, sends: bool) -> None:
-        """Open the connection.
+        """Open the connection; do nothing if messages are sent through host memory.
 
         NCCL connects at the first message, while both hosts wait for each other. Call this on all channels in the same
         order on all ranks. Otherwise, the first messages of different channels could deadlock.
@@ -220,7 +226,9 @@ class Channel:
         (group.send if sends else group.recv)([first], self._peer, self._tag).wait()
 
     def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Send:
-        """Send one message without blocking.
+        """Send one message without waiting for the receiver.
+
+        If a CUDA tensor is sent through host memory, the host waits for the copy.
 
         Args:
             key: The signature of the message. Messages with equal keys have equal metas.
@@ -295,6 +303,9 @@ class Channel:
 
         Args:
             key: The key with which the other side sends the message.
+
+        Returns:
+            The receive. It has not started if the meta of this message or of an earlier message is unknown.
         """
         self.num_messages += 1
         recv = Recv(self, key, self.num_messages)
@@ -306,7 +317,7 @@ class Channel:
         return recv
 
     def read_metas_until(self, recv: Recv) -> _Format:
-        """Start a receive and all receives before it, and wait for their unknown metas.
+        """Start a receive and all receives before it, and wait for their unknown metas. This may block.
 
         Returns:
             The format of the message of the receive.
@@ -392,9 +403,10 @@ def make_channels(
 ) -> dict[ChannelKey, Channel]:
     """Create a channel for each ordered pair of neighboring ranks and kind of message, in the same order on all ranks.
 
-    On a device, each channel has its own group, because a receive that waits there delays all later operations of its
-    group. Host messages of all channels use the control group, where tags distinguish them, because each additional
-    group takes time to connect.
+    Every rank of the world must call this with equal arguments, because it may create process groups. On a device, each
+    channel has its own group, because a receive that waits there delays all later operations of its group. Host
+    messages of all channels use the control group, where tags distinguish them, because each additional group takes
+    time to connect.
 
     Args:
         mesh: The ranks.
@@ -517,7 +529,14 @@ _BLANK_META = 1  # the code of a meta that marks a message as blank
 
 
 class _Format(NamedTuple):
-    """Meta of a message, and how the tensors of all messages with this meta are transferred."""
+    """Meta of a message, and how the tensors of all messages with this meta are transferred.
+
+    Attributes:
+        meta: The meta.
+        tensors: The description of each tensor of the message.
+        has_values: True if the message contains leaves that are not tensors. They are part of the meta.
+        num_bytes: The total size of the tensors.
+    """
 
     meta: TreeMeta
     tensors: list[_WireTensor]

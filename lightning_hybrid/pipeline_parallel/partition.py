@@ -1,6 +1,9 @@
 """Partition of layers into stages, computed from numbers only.
 
-:mod:`lightning_hybrid.strategy.layout` calls :func:`partition` with the user's argument `partition`.
+:mod:`lightning_hybrid.strategy.layout` calls :func:`partition` with the user's argument `partition` before the module
+is split, or :func:`numbered` with the stages that the user has set as attribute :data:`STAGE_MARK` of layers.
+:mod:`lightning_hybrid.strategy.checks` validates the argument when the strategy is created. Every rank computes the
+same result, without communication. Here, a *layer* is a row of the body: a layer with its frozen copy counts as one.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         The layers of each stage, in order. Each stage has at least one layer.
 
     Raises:
-        ValueError: If the method does not exist, there are fewer layers than stages, or a list does not match the
-            layers.
+        ValueError: If the method does not exist, there are fewer layers than stages, a weight is negative, or a list
+            does not match the layers.
         TypeError: If a weight or an entry of a list is not an integer.
 
     Example:

@@ -1,7 +1,13 @@
 """Placeholders: parameters and buffers of other stages, with a shape and a dtype but without memory.
 
-They replace the tensors that this rank does not hold, so that the module keeps all names. An operation that would need
-the values raises an error with advice.
+They replace the tensors that this rank does not hold, so that the module keeps all names: optimizers, state dicts,
+hooks and callbacks of the user work as in a single process. An operation that would need the values raises an error
+with advice. Plain meta tensors would not be enough: torch raises an error when they are moved to a device, and ignores
+them, without an error, when they are written into a tensor with values.
+
+`Parallelizer` replaces tensors when the module is split, before the first run. `ParameterMap.move` replaces further
+tensors after the first training batch, and `strategy.gather` puts full tensors back. Most other code only asks
+:func:`is_placeholder`.
 """
 
 from __future__ import annotations
@@ -67,8 +73,9 @@ class PlaceholderTensor(Tensor):
         """Run a function. Its results have no values either.
 
         Raises:
-            WrongUseError: If the function reads a value, or writes placeholders into a tensor with values. Torch would
-                leave such a tensor unchanged without an error.
+            WrongUseError: If the function reads a value or an address, computes with placeholders and tensors with
+                values, or writes placeholders into a tensor with values. In the last case, torch would leave the tensor
+                unchanged without an error.
         """
         if func is torch.equal:  # callbacks use it to find a parameter
             return args[0] is args[1]
@@ -173,10 +180,11 @@ _shows_absent = False
 
 @contextmanager
 def absent_gradients() -> Iterator[None]:
-    """Give placeholders a gradient without values while entered, for the user's hooks that look at gradients.
+    """Give all placeholders of this process a gradient without values while entered, for hooks that look at gradients.
 
-    Loops over gradients skip ``None``, and would treat the gradients of one stage as all gradients of the model.
-    Optimizers must skip placeholders, so they run outside of this context.
+    The strategy enters it around the user's hooks between backward and the optimizer step, and around gradient
+    clipping. Loops over gradients skip ``None``, and would treat the gradients of one stage as all gradients of the
+    model. Optimizers must skip placeholders, so they run outside of this context.
     """
     global _shows_absent
     before, _shows_absent = _shows_absent, True
@@ -187,7 +195,7 @@ def absent_gradients() -> Iterator[None]:
 
 
 class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
-    """Parameter of another stage."""
+    """Parameter of another stage. Optimizers and gradient synchronization skip it."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -255,20 +263,23 @@ def _has_values(value: Any) -> bool:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Return whether a tensor is on another stage."""
+    """Return whether a tensor is a placeholder, so that this rank does not have its values."""
     return isinstance(tensor, PlaceholderTensor)
 
 
 def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> dict[int, Tensor]:
     """Replace the parameters and buffers of other stages by placeholders. Names, order and ties do not change.
 
+    Existing placeholders stay, also if this rank now holds their tensors. The module gets a hook so that it can load
+    full state dicts. There is no communication.
+
     Args:
-        module: The module.
+        module: The user's module, or a copy of it in a callback.
         stage_map: The stages of the tensors.
         rank: This pipeline rank.
 
     Returns:
-        The placeholders of the replaced parameters, by the `id` of the replaced parameter.
+        The placeholders of the parameters that were replaced now, by the `id` of the replaced parameter.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -343,6 +354,8 @@ def _replace(
 
 def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
     """Make a layer of another stage raise an error when it is called, unless its `forward` is redirected at that time.
+
+    A trace redirects it, to record the call.
 
     Args:
         layer: The layer.

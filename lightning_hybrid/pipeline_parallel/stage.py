@@ -2,7 +2,11 @@
 
 The engine makes a :class:`Stage` for each stage of its rank when it first runs a schedule. For a forward that needs a
 backward, the engine calls :meth:`Stage.enter`, runs the layers, and calls :meth:`Stage.leave`, or on the last stage
-:meth:`Stage.leave_with_loss`. For each backward, it calls :meth:`Stage.backward`. It also sends and receives messages.
+:meth:`Stage.leave_with_loss`. For each backward, it calls :meth:`Stage.backward`. For a forward without a backward, it
+only calls :meth:`Stage.inputs`. The engine also sends and receives the messages.
+
+To keep the inputs and outputs of each microbatch until its backward would be simpler, and would give the same
+gradients. But it needs more memory: here, only what autograd saves stays in memory between forward and backward.
 """
 
 from __future__ import annotations
@@ -124,13 +128,17 @@ class Stage:
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
         """Run the backward of a microbatch. Gradients of parameters are accumulated in their ``grad``.
 
+        If the gradient of an input is sharded over tensor-parallel ranks (a `DTensor`), it is gathered, and all these
+        ranks must call this method.
+
         Args:
             microbatch: The index of the microbatch.
             gradients: The gradient of each output leaf; an empty list if a later stage has found that the microbatch
                 has no loss; ``None`` on the last stage, where backward begins at the loss.
 
         Returns:
-            The gradient of each input leaf; an empty list if the microbatch has no loss.
+            The gradient of each input leaf, ``None`` for a leaf without a gradient; an empty list on the first stage,
+            and if the microbatch has no loss.
 
         Raises:
             ValueError: If the loss is not a real scalar.

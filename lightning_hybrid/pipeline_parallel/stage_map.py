@@ -1,4 +1,10 @@
-"""Map from the tensors of a module to the stages that hold them."""
+"""Map from the tensors of a module to the stages that hold them.
+
+`strategy.layout` makes a :class:`StageMap` from the body and the partition, before the module is split; every rank has
+an equal map. Placeholders, gradient synchronization, checkpoints, summaries and estimates of memory read it. Tensors
+are located by name, because names are equal on all ranks and in checkpoints. :func:`locate` resolves ties: a tensor
+with several names is on the stages of all its names.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +21,22 @@ from lightning_hybrid.pipeline_parallel.schedules import Placement
 class StageMap:
     """Stages of the tensors and submodules of a module.
 
-    Each layer of the body is on one stage. A parameter outside the body is on the stages that use it. Until these
-    stages are known, it is on all stages that run the user's step: the first and the last stage for a chain, otherwise
-    all stages.
+    Each layer of the body is on one stage. A tensor outside the body is first on all stages that run the user's step:
+    the first and the last stage for a chain (an `nn.Sequential` that the step calls as a whole), otherwise all stages.
+    If `places_outside` is True, the first training batch shows the stages that use each parameter outside the body, and
+    it moves there (`ParameterMap.move`). Buffers, unused parameters and small parameters outside other bodies than
+    chains do not move.
 
     Attributes:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not split.
         layers: The dotted names of the body's layers, in order.
         stages: For each stage, the range of its layers in `layers`.
         placement: The rank of each stage.
-        is_chain: True if the user's step runs only on the first and the last stage.
+        is_chain: True if the body is a chain, so that parameters outside it are at most on the first and the last
+            stage. It stays True if the chain is opened during the run, which lets the step run on all stages.
         places_outside: True if the first training batch determines which stages hold the parameters outside the body.
-        outside: The stages of the parameters outside the body that the first batch has moved, by dotted name.
+        outside: The stages of the parameters outside the body that the first batch has moved, by dotted name. In
+            estimates and summaries before the first batch, the parameters that it is expected to move.
     """
 
     body: str | None

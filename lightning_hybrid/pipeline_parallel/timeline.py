@@ -1,6 +1,10 @@
 """Timeline of a schedule: when each rank computes and waits, how many microbatches are in flight, and a drawing.
 
-:func:`simulate` computes a timeline from times of actions; :func:`~.recorder.measured` makes one from a run.
+:func:`simulate` computes a timeline from times of actions; :func:`~.recorder.measured` makes one from a run. The layout
+search and the choice of extra microbatches simulate many schedules and read the makespan. The command `timeline` and
+the callback `HybridTimeline` also draw. Formulas for the bubble exist only for equal stages and messages without
+latency, so the steps are simulated. A microbatch is *in flight* on a rank from its forward to its backward. The
+*bubble* is the fraction of the time for which ranks are idle.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from lightning_hybrid.pipeline_parallel.schedules import COMPUTATIONS, Action, C
 
 @dataclass(frozen=True)
 class Span:
-    """Start and end of an action, in the time unit of the simulation."""
+    """Start and end of an action, in the unit of the timeline, from the start of the step."""
 
     action: Action
     start: float
@@ -34,7 +38,7 @@ class Timeline:
     Attributes:
         schedule: The schedule that was simulated or has run.
         spans: ``spans[rank][position]`` is the span of the action at this position in the rank's list.
-        unit: The time unit, as text for drawings.
+        unit: The time unit, as text for drawings, such as ``"ms"``; empty for a simulation in abstract units.
     """
 
     schedule: Schedule
@@ -48,7 +52,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """The time from the start of the step until the last rank has finished."""
+        """The time from the start of the step until the last rank has finished its last computation."""
         return max(spans[-1].end for spans in self.computing)
 
     @cached_property

@@ -3,6 +3,9 @@
 The Trainer also accepts the strategy by name, such as ``strategy="hybrid_pp2"``. The package registers these names when
 it is imported. Importing Lightning takes seconds, so the package does not import Lightning for this: if Lightning is
 imported later, the names are registered at that time.
+
+`lightning_hybrid/__init__.py` calls :func:`register_with_lightning`. Lightning has entry points for callbacks only, so
+a package has to register its strategies itself.
 """
 
 from __future__ import annotations
@@ -36,7 +39,11 @@ def register_with_lightning() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    """Register the common names. The Trainer's lookups register other sizes, see :class:`_Names`."""
+    """Register the common names. The Trainer's lookups register other sizes, see :class:`_Names`.
+
+    Args:
+        strategies: The module ``lightning.pytorch.strategies``, whose registry is changed.
+    """
     registry = strategies.StrategyRegistry
     for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
         parts = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size > 1]

@@ -1,5 +1,12 @@
 """Checks of arguments, modules, the Trainer, optimizers and plugins, with errors that explain the problem and its fix.
 
+`HybridStrategy` and `AttachedModule` call them, mostly in this order: :func:`check_arguments` in the constructor,
+:func:`check_module` when the Trainer connects the module, :func:`check_ranks` as soon as the ranks are connected,
+:func:`check_modules` and :func:`check_own_parts` before the module is sharded, and :func:`check_optimizers` after
+`configure_optimizers`. They come early because a wrong value would otherwise show up in the first step, on some ranks
+only, while the other ranks wait. :func:`check_ranks`, :func:`check_modules`, :func:`check_own_parts` and
+:func:`check_optimizers` are collectives.
+
 Other checks are in the modules with the necessary knowledge: of arguments in `memory.offload` and
 `memory.activation_checkpoint.policy` (called from here), of plans in `tensor_parallel.plan`, of the body in
 `pipeline_parallel.body`, of gathering in `strategy.gather`, of optimizers in `trainer.precision`, and of callbacks'
@@ -45,6 +52,7 @@ from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
 from lightning_hybrid.trainer.lightning_internals import validation_interval
 from lightning_hybrid.version import __version__
 
+# Arguments that are a positive integer or this value.
 _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
 
 
@@ -52,7 +60,8 @@ def check_arguments(config: HybridConfig) -> None:
     """Check the arguments of `HybridStrategy`, whose types are already checked: their values and combinations.
 
     Args:
-        config: The arguments. Arguments of the layout search have provisional values.
+        config: The arguments, from :func:`~.open_arguments.resolve_open`: arguments that the layout search chooses have
+            provisional values. The tensor- and pipeline-parallel sizes may be lists of allowed sizes.
 
     Raises:
         TypeError: If a value in a list has the wrong type.
@@ -156,7 +165,7 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
 
     Args:
         module: The user's module.
-        cut: True if the strategy runs the steps: with pipeline, tensor or context parallelism, microbatches or weights.
+        cut: True if the strategy runs the steps, see :func:`~.layout.is_cut`. Otherwise nothing is checked.
         runs_backward: True if the strategy calls backward, so that manual optimization is impossible.
 
     Raises:
@@ -202,7 +211,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
     Args:
         trainer: The Trainer.
         module: The user's module.
-        num_stages: The number of stages.
+        num_stages: The number of stages over all ranks. With one stage, nothing is checked.
 
     Raises:
         ValueError: If a callback is not supported.
@@ -228,6 +237,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
 
 def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[RankInfo]:
     """Compare arguments over all ranks. A difference would make some ranks wait for others forever.
+
+    All ranks must call this, before the mesh exists.
 
     Args:
         settings: The arguments of the strategy.
@@ -257,7 +268,7 @@ def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[Rank
 
 
 def check_tensor_groups(mesh: Mesh) -> None:
-    """Warn if the ranks of a tensor-parallel group are on several nodes, because messages between nodes are slow.
+    """Warn if the ranks of any tensor-parallel group are on several nodes, because messages between nodes are slow.
 
     Args:
         mesh: The device mesh.
@@ -279,9 +290,10 @@ def check_tensor_groups(mesh: Mesh) -> None:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Compare names and shapes of parameters, and `pipeline_stage` marks, over all ranks before parallelization.
+    """Compare the parameters and the `pipeline_stage` marks over all ranks before parallelization.
 
-    Buffers may differ, because the rank that computed a result in an earlier run may have stored it in a buffer.
+    Names, shapes, dtypes and `requires_grad` of parameters are compared. All ranks must call this. Buffers may differ,
+    because the rank that computed a result in an earlier run may have stored it in a buffer.
 
     Args:
         module: The user's module.
@@ -307,6 +319,8 @@ def _looks_of(parameter: Tensor) -> str:
 
 def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -> None:
     """Check if each rank has created its own part of a parameter in `configure_model`, as a plain tensor.
+
+    All ranks must call this.
 
     The ranks that hold a plain parameter receive the values of the first of them, so the other parts would be lost.
     With a seed, all ranks draw equal values unless code reads the rank, so a difference is an error. Without a seed, it
@@ -371,16 +385,17 @@ SEVERAL_OPTIMIZERS = (
 
 
 def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: bool) -> None:
-    """Check the optimizers that `configure_optimizers` returned.
+    """Check the optimizers that `configure_optimizers` returned. All ranks must call this.
 
     Args:
-        optimizers: The optimizers.
+        optimizers: The optimizers, with placeholders for parameters of other stages.
         module: The parallelized module.
         cut: The argument of :func:`check_module`.
 
     Raises:
-        ValueError: If an optimizer searches along the gradient of the full model, needs full parameters although a rank
-            has shards, has parameters from before the module was sharded, or differs between ranks.
+        ValueError: If an optimizer searches along the gradient of the full model (LBFGS), needs full parameters
+            although a rank has shards (Adafactor), has parameters from before the module was sharded, or differs
+            between ranks.
     """
     if any(is_sharded(parameter) for parameter in module.parameters()):
         names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
@@ -421,7 +436,7 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """Check the action for gradients that are not finite, because a gradient scaler causes them on purpose.
 
     Args:
-        on_nonfinite: The argument of the strategy.
+        on_nonfinite: The argument `faults.on_nonfinite`.
         scaler: The scaler of the precision plugin; ``None`` without a scaler.
 
     Raises:
@@ -439,8 +454,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
 def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) -> None:
     """Check the user's plugin for checkpoint files.
 
-    If ``sharded`` is True, checkpoints are directories, which a plugin cannot write. If ``beside`` is True, the
-    strategy writes checkpoints in the background, so the plugin must not do this too.
+    `plugin` is ``None`` if the user passes none. If ``sharded`` is True, checkpoints are directories, which a plugin
+    cannot write. If ``beside`` is True, the strategy writes checkpoints in the background, so the plugin must not do
+    this too.
 
     Raises:
         ValueError: If the plugin would not be used, or if it also writes in the background.

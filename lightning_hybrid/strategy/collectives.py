@@ -2,6 +2,14 @@
 
 Lightning calls them as methods of `HybridStrategy`. :class:`StepCollectives` is separate: in a pipeline's steps, it
 refuses calls of `torch.distributed` that would wait forever.
+
+Lightning's `DDPStrategy` reduces values over all processes. Here, the ranks of one replica work on the same samples, so
+values must be reduced over one rank of each replica.
+
+A *step* is a call of the user's `training_step`, `validation_step` and so on. With several stages, stages do not run
+the same code in a step: around a chain (an `nn.Sequential` that the step calls as a whole), only the first and the last
+stage run it; otherwise all stages run it, but each skips the computations of other stages. To *trace* a step (*follow*
+it, in names) is to run its code on fake tensors before its first run.
 """
 
 from __future__ import annotations
@@ -39,7 +47,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def outside_of_steps(method: _Method) -> _Method:
     """Make a method raise an error in a step.
 
-    All ranks must call the method, but the user's step runs only on the first and the last stage.
+    All ranks must call the method at the same place, but stages do not run the same code in a step.
 
     Args:
         method: A method of :class:`ReplicaCollectives`, or of a class that inherits from it.
@@ -81,17 +89,17 @@ _PACKAGE = str(Path(__file__).parents[1])
 class StepCollectives:
     """Refuses collectives of `torch.distributed` over several stages in the user's step, which other stages never join.
 
-    :class:`~.run.Run` installs this class with several pipeline ranks. Collectives over ranks of one stage, such as the
-    replicas, are allowed. This class notifies autograd of the tensors that they write, because torch does not do this.
-    While a step is only traced, and not run, allowed collectives do nothing, because replicas may trace different
-    steps.
+    :class:`~.run.Run` installs this class with several pipeline ranks. Collectives over ranks of one pipeline rank,
+    such as the replicas, are allowed. This class notifies autograd of the tensors that they write, because torch does
+    not do this. While a step is only traced, and not run, allowed collectives do nothing, because replicas may trace
+    different steps. Calls from this package, from other threads, and from compiled code are not checked.
 
     Functions that were imported by name before the run are not checked. If such a call waits forever, the watch threads
     of the ranks detect it.
 
     Args:
         mesh: The device mesh.
-        context: The context of the step, which knows if the user's step runs.
+        context: The context of the step, which knows if the user's step runs or is traced.
     """
 
     def __init__(self, mesh: Mesh, context: StepContext) -> None:
@@ -144,7 +152,7 @@ class StepCollectives:
 
 
 class _Finished:
-    """A collective that has finished."""
+    """Handle of a collective that has finished, as with `async_op`."""
 
     def wait(self, *_: Any) -> bool:
         """Return True at once."""
@@ -154,7 +162,14 @@ class _Finished:
 
 
 class ReplicaCollectives(ParallelStrategy):
-    """Reduces and gathers values over the replicas; barriers, broadcasts and decisions include all ranks."""
+    """Base class of `HybridStrategy`: reduces and gathers values over the replicas.
+
+    Barriers, broadcasts and decisions include all ranks. All methods are collectives, unless there is only one rank or
+    no process group.
+
+    Attributes:
+        sizes: The number of ranks along each axis.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +191,7 @@ class ReplicaCollectives(ParallelStrategy):
     @property
     @abstractmethod
     def in_step(self) -> bool:
-        """True while a step of the module runs, if the user's code does not run on every rank."""
+        """True while a step runs that is split into several stages, so that ranks do not run the same code."""
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

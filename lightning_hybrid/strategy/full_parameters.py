@@ -1,4 +1,12 @@
-"""Full parameters on every rank inside a context, like FSDP's `summon_full_params`."""
+"""Full parameters on every rank inside a context, like FSDP's `summon_full_params`.
+
+`HybridStrategy.full_parameters` makes a :class:`FullParameters` for each context. `gather_module` does not serve in a
+hook: it gives up the shards, so the run cannot continue after it. The parameters here are temporary, and the shards and
+placeholders return at the end of the context.
+
+A *placeholder* replaces a parameter of another stage on this rank. *Owners* of a parameter are the modules that
+register it, each with the attribute name.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +46,8 @@ _CALL_TEXT = (
 class FullParameters:
     """The parameters of a part of the module, which are complete on every rank inside :meth:`opened`.
 
-    Creating this object and entering its context are collectives. All ranks must pass the same part.
+    Creating this object, entering its context and, with `writes`, leaving the context are collectives of all ranks. All
+    ranks must pass the same part.
 
     Args:
         root: The user's module, sharded.
@@ -46,7 +55,7 @@ class FullParameters:
         parameters: The places of the module's tensors.
         mesh: The device mesh.
         device: The device of the full parameters.
-        gradients: If True, the full parameters have full gradients.
+        gradients: If True, the full parameters have full gradients; otherwise their ``grad`` is ``None``.
 
     Raises:
         ValueError: If the part has parameters that the module does not have; on every rank.
@@ -86,8 +95,8 @@ class FullParameters:
         """Replace parameters by full parameters inside the context.
 
         ``masters`` returns a context in which parameters have their float32 master weights, if they have any. If
-        ``writes`` is True, changes are written back, unless an exception leaves the context. If ``refuses_calls`` is
-        True, calls of layers inside the context raise an error.
+        ``writes`` is True, the values and gradients of global rank 0 are written back to all ranks, unless an exception
+        leaves the context. If ``refuses_calls`` is True, calls of layers inside the context raise an error.
 
         Raises:
             WrongUseError: If a layer is called, or a parameter is replaced, inside the context.

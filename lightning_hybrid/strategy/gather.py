@@ -1,6 +1,12 @@
 """Gathering of a module: every rank gets the full module from the pipeline stages and tensor-parallel shards.
 
-The strategy does this after a run, or when the user calls `gather_module`.
+`AttachedModule` calls these functions after a run, if `gather_module_on_teardown` requires it, or when the user calls
+`strategy.gather_module`. `ModuleParallelizer.undo` calls :func:`gather_module`, after ZeRO has restored full
+parameters. Saving and loading a checkpoint would be simpler, but would lose tied parameters, and the objects to which
+optimizers and callbacks refer.
+
+A *placeholder* replaces a tensor of another stage on this rank. The *owner* of a tensor is the pipeline rank whose
+values are used. A *plan* states how tensor parallelism shards each layer.
 """
 
 from __future__ import annotations
@@ -31,7 +37,11 @@ from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 def check_gathering(module: LightningModule, plan: Plan | None) -> None:
-    """Check that all shards of a module were made by styles of this package.
+    """Check that all tensor-parallel shards of a module were made by styles of this package. Not a collective.
+
+    Args:
+        module: The user's module.
+        plan: The tensor-parallel plan; ``None`` without tensor parallelism.
 
     Raises:
         ValueError: If a parameter was sharded by a torch style or by the user.
@@ -73,7 +83,8 @@ def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> 
         mesh: The device mesh.
 
     Returns:
-        The reason as sentences, or ``None`` if the module is to be gathered; and True if it can be gathered.
+        The reason as sentences, or ``None`` if the module is to be gathered; and True if it can be gathered. The result
+        is the same on all ranks.
     """
     try:
         check_gathering(module, plan)
@@ -104,7 +115,11 @@ def _is_dtensor(tensor: object) -> bool:
 
 
 class RefusedStep:
-    """The training step and the evaluation step of a run after its module was gathered: each call raises an error."""
+    """The training step and the evaluation step of a run after its module was gathered: each call raises an error.
+
+    Attributes:
+        has_gradients: As for the training steps; always False.
+    """
 
     has_gradients = False
 
@@ -126,11 +141,11 @@ class RefusedStep:
 def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan | None) -> None:
     """Give every rank all values as ordinary parameters and buffers, and restore the original classes of layers.
 
-    Tensors are gathered one by one, so the extra memory is one tensor. Tied parameters, extra attributes,
-    `requires_grad`, and tensor objects that are complete on this rank are kept.
+    All ranks must call this. Tensors are gathered one by one, so the extra memory is one tensor. Tied parameters, extra
+    attributes, `requires_grad`, and tensor objects that are complete on this rank are kept.
 
     Args:
-        module: The user's module, sharded.
+        module: The user's module, sharded by stages and tensor parallelism, but not by ZeRO.
         parameters: The places of its tensors.
         plan: The tensor-parallel plan; ``None`` without tensor parallelism.
 
@@ -203,7 +218,7 @@ def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tens
 
 
 def _share_extra_states(module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
-    """Send the extra states of layers from the stage that has run them to the other stages."""
+    """Send the extra states of layers (`get_extra_state`) from the last stage that has run them to the other stages."""
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is nn.Module.get_extra_state:
             continue

@@ -1,4 +1,12 @@
-"""The start of a job's processes by Lightning's launchers, and the process group of all processes."""
+"""The start of a job's processes by Lightning's launchers, and the process group of all processes.
+
+`HybridStrategy._configure_launcher` calls :func:`make_launcher`, and `HybridStrategy.setup_environment` calls
+:func:`start_groups` in each process. Lightning's launchers start the processes. Used alone, they leave processes behind
+if their parent is killed early, and cannot return the weights of a module that stays sharded.
+
+An *environment* is Lightning's `ClusterEnvironment`, which knows the ranks and the address of the first node. A *store*
+is torch's key-value store, through which processes exchange addresses.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +58,7 @@ def make_launcher(
         environment: The cluster environment.
         num_processes: The number of processes on this node.
         num_nodes: The number of nodes.
-        start_method: The argument of `Launch`.
+        start_method: The argument of `Launch`: ``"auto"``, ``"popen"``, or a method of `multiprocessing`.
     """
     if environment.creates_processes_externally:
         end_with_parent()
@@ -74,11 +82,11 @@ def check_copying(start_method: str, device: torch.device) -> None:
     """Check that worker processes can be forked from this process.
 
     Args:
-        start_method: The argument of `Launch`.
+        start_method: The method of `multiprocessing`, such as ``"fork"``.
         device: A device of the worker processes.
 
     Raises:
-        RuntimeError: If this process already uses a GPU.
+        RuntimeError: If this process already uses a GPU, and the method is ``"fork"``.
     """
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
@@ -150,13 +158,15 @@ def start_groups(
     *,
     watch: Callable[[Stores], object] = bool,
 ) -> str:
-    """Create the process group of all processes.
+    """Create the process group of all processes. Every process must call this.
 
-    The random state stays the same. Ranks that run the same program have the same random state as a single process.
+    This may set the environment variable ``GLOO_SOCKET_IFNAME``, and registers a function that destroys the groups at
+    exit. The random state stays the same. Ranks that run the same program have the same random state as a single
+    process.
 
     Args:
         environment: The cluster environment.
-        backend: The backend; ``None`` for nccl on CUDA devices and gloo on others.
+        backend: The backend, such as ``"nccl"``; ``None`` for torch's default for the type of the device.
         device: The device of this process.
         timeout: The timeout of the group; ``None`` for torch's default.
         watch: Called with the stores as soon as they exist.
@@ -166,6 +176,7 @@ def start_groups(
 
     Raises:
         ValueError: If this node cannot resolve the address of the first node.
+        TimeoutError: If rank 0 has not started in time, under torchrun.
     """
     backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
     # A group that is bound to a device opens connections at once. Gloo does not connect devices.

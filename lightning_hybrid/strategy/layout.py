@@ -1,6 +1,13 @@
 """Layout of a module: its stages, its tensor-parallel plan and its recomputed layers, found without processes.
 
-`ModuleParallelizer` applies what these functions return, and the `plan` command prints it.
+`ModuleParallelizer` applies the results of these functions to the module, and the `plan` command prints them.
+`HybridStrategy` and `Run` call :func:`is_cut`. The dry runs in `tuning` and `check` find the same layout in one
+process. So nothing here communicates, and results depend only on the module and the arguments.
+
+The *body* is the set of layers that a pipeline splits into stages. It is a *chain*, an `nn.Sequential` that the step
+calls as a whole, or a set of *units*, which are layers that any code may call. Its layers are grouped in *rows*, which
+stay on one stage, such as a layer and its frozen copy. To *trace* a step is to run its code on fake tensors and record
+its calls. A *stage map* assigns tensors to stages; a *placement* assigns stages to pipeline ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +48,12 @@ from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 
 # A warning is shown if a larger fraction of the parameters is outside the body.
 _LARGEST_REST = 0.2
-# Smaller parameters outside units, as a fraction of all parameters, stay on every stage.
+# Around units, smaller parameters, as a fraction of all parameters, stay on every stage.
 _LEAST_SHARE = 1e-3
 
 
 def is_cut(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
-    """Return True if the strategy runs the steps.
+    """Return True if the strategy runs the steps, and not Lightning.
 
     It does so with several stages, several microbatches, tensor or context parallelism, or `microbatch_weight`.
 
@@ -143,7 +150,8 @@ def find_stages(
         body: The body for this number of stages, if it is known.
 
     Raises:
-        ValueError: If the module has no body, or if the body has fewer layers than the pipeline has stages.
+        ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, or if
+            `pipeline_stage` attributes contradict each other or `partition`.
         TypeError: If the body cannot be split.
     """
     placement = find_placement(settings, num_ranks)
@@ -276,7 +284,14 @@ def _weights(module: nn.Module, settings: Settings, body: Body) -> list[int]:
 
 
 def find_layers(module: LightningModule, settings: Settings, num_stages: int) -> Body:
-    """Return the body: an `nn.Sequential` with most of the parameters, or otherwise the layers in lists.
+    """Return the body that the user names, by the argument `body` or by the module's `pipeline_body`.
+
+    Otherwise, the body is an `nn.Sequential` with most of the parameters, or the layers in lists.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        num_stages: The number of stages.
 
     Raises:
         ValueError: If the module has no body.
@@ -297,7 +312,8 @@ def find_frames(module: LightningModule, settings: Settings, num_stages: int, bo
         body: The body, if it is known.
 
     Returns:
-        The names, with ``""`` for the module itself. They are equal on all ranks.
+        The names, with ``""`` for the module itself, which is always included. They are equal on all ranks. If there is
+        no body, only ``""``.
     """
     try:
         body = body or find_layers(module, settings, num_stages)
@@ -308,7 +324,14 @@ def find_frames(module: LightningModule, settings: Settings, num_stages: int, bo
 
 
 def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, rank: int) -> dict[int, list[nn.Module]]:
-    """Return the layers of each stage of a pipeline rank; without stages, the layers in the module's layer lists."""
+    """Return the layers of each stage of a pipeline rank; without stages, the layers in the module's layer lists.
+
+    Args:
+        module: The user's module.
+        body: The body; ``None`` with one stage.
+        stage_map: The assignment of parameters to stages.
+        rank: The pipeline rank.
+    """
     if body is None:
         return {0: list(listed_layers(module))}
     own = stage_map.placement.stages_of(rank)
@@ -320,8 +343,8 @@ def find_outside(
 ) -> dict[str, frozenset[int]]:
     """Return the parameters outside the body that must move to the stages that use them.
 
-    Parameters that no stage uses stay on every stage, because a later step may use them. Around units, small parameters
-    also stay on every stage.
+    Parameters that no stage uses stay where they are, because a later step may use them: around a chain on the first
+    and the last stage, around units on every stage. Around units, small parameters also stay on every stage.
 
     Args:
         module: The user's module.
@@ -381,7 +404,13 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
 def find_recomputed(
     module: LightningModule, settings: Settings, body: Body | None, stage_map: StageMap
 ) -> list[nn.Module]:
-    """Return the layers that are recomputed in backward.
+    """Return the layers of all stages that are recomputed in backward, from the argument `recompute`.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        body: The body; ``None`` with one stage.
+        stage_map: The assignment of parameters to stages.
 
     Raises:
         ValueError, TypeError: If no layers match, or if the module has no body to choose layers from.
@@ -396,7 +425,11 @@ def find_recomputed(
 
 
 def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | str | None:
-    """Return the user's plan, from the argument of the strategy or from the module's `tensor_parallel_plan`."""
+    """Return the user's plan, from the argument of the strategy or from the module's `tensor_parallel_plan`.
+
+    The result is ``"auto"`` if the plan is to be found automatically, and ``None`` if no layer is to be sharded. The
+    module's `tensor_parallel_plan` may be a function of the user, which this calls.
+    """
     hook = getattr(module, "tensor_parallel_plan", None)
     if settings.tensor_parallel_plan != "auto" or hook is None:
         return settings.tensor_parallel_plan
@@ -405,7 +438,7 @@ def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | st
 
 
 def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
-    """Return the tensor-parallel plan for `size` ranks.
+    """Return the tensor-parallel plan for `size` ranks. To find an automatic plan, blocks of the module are tried out.
 
     Raises:
         ValueError: If layers cannot be sharded as the user requests.
@@ -444,7 +477,7 @@ def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module:
 
 
 def fits_units(plan: Plan, module: LightningModule, body: Body) -> bool:
-    """Return True if any code may call the layers that a plan shards, and not only an `nn.Sequential`.
+    """Return True if the layers of a body may be units although a plan shards them.
 
     Args:
         plan: The tensor-parallel plan.

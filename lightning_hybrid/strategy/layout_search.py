@@ -1,4 +1,11 @@
-"""The interface of the layout search, which `lightning_hybrid.tuning` implements."""
+"""The interface of the layout search, which `lightning_hybrid.tuning` implements.
+
+`HybridStrategy.setup_environment` calls it if arguments are open. It is an interface of its own, because `tuning`
+imports the strategy, see :func:`load_choose_layout`.
+
+A *layout* is a value for each argument that determines how the model is split over the ranks. An argument is *open* if
+the user leaves its value to the search.
+"""
 
 from __future__ import annotations
 

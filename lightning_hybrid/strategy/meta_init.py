@@ -1,4 +1,14 @@
-"""Initialization of tensors on the meta device, with values that do not depend on the layout."""
+"""Initialization of tensors on the meta device, with values that do not depend on the layout.
+
+`ModuleParallelizer` uses an :class:`Initialization` if a module has tensors on the meta device when it is sharded, and
+`check` uses one in a single process. To initialize the full module on each rank and shard it afterwards would need the
+memory of the full model in each process. To call `reset_parameters` of the local layers only would give other values
+under each layout, because the layers draw from one random generator.
+
+A *unit* in this file is a layer with its submodules, which is initialized at once; it need not be a unit of the
+pipeline. A *frame* is a module that contains the body, which is the set of layers that the pipeline splits. A
+*placeholder* replaces a tensor of another stage, and stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +139,7 @@ class Initialization:
             name: The dotted name of the layer.
 
         Raises:
-            ValueError: If the layer does not initialize one of its tensors.
+            ValueError: If a layer does not initialize one of its tensors, or a frame changes tensors of other modules.
         """
         for _, layer in self._module.get_submodule(name).named_modules():
             if id(layer) in self._unit_of:
@@ -139,7 +149,7 @@ class Initialization:
         """Initialize all remaining layers.
 
         Raises:
-            ValueError: If a layer does not initialize one of its tensors.
+            ValueError: If a layer does not initialize one of its tensors, or a frame changes tensors of other modules.
         """
         for unit in self._units:
             self._make(unit)
@@ -180,7 +190,11 @@ class Initialization:
         return values
 
     def _reset(self, unit: _Unit) -> None:
-        """Call the reset methods of a unit's layers."""
+        """Call the reset methods of a unit's layers.
+
+        Raises:
+            ValueError: If the unit is a frame, and changes tensors of other modules.
+        """
         others = [] if not unit.is_frame else [(name, x, version_counter(x)) for name, x in named_tensors(self._module)]
         own = {id(tensor) for *_, tensor in unit.tensors()}
         for name, layer in unit.modules():

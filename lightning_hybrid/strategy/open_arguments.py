@@ -1,4 +1,9 @@
-"""Open arguments of `HybridStrategy`: a layout search chooses their values when a run starts."""
+"""Open arguments of `HybridStrategy`: a layout search chooses their values when a run starts.
+
+`HybridStrategy` calls :func:`resolve_open` in its constructor. Checks and the setup of processes need a value for each
+argument before the search can run, so an open argument first has a *provisional* value, its default. The lists of this
+file are also the limits of the search in `tuning`.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +47,14 @@ _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
 def resolve_open(config: HybridConfig) -> tuple[HybridConfig, tuple[str, ...]]:
     """Return the arguments with provisional values of open ones, and the names of the open ones.
 
+    ``schedule=None`` is replaced by the default schedule.
+
     Args:
         config: The arguments of `HybridStrategy`.
 
     Raises:
-        ValueError: If an argument cannot be combined with an open one.
+        ValueError: If an argument cannot be combined with an open one, or applies only to a search although no argument
+            is open.
     """
     if config.schedule is None:
         has_chunks = isinstance(config.num_chunks, int) and config.num_chunks > 1

@@ -1,4 +1,13 @@
-"""Parallelization of a module: split into stages, shard over tensor-parallel ranks and replicas, and undo all of it."""
+"""Parallelization of a module: split into stages, shard over tensor-parallel ranks and replicas, and undo all of it.
+
+`AttachedModule` makes one :class:`ModuleParallelizer` for a module, and another one after the module was gathered.
+`strategy.layout` decides how to split the module; this file changes it, and knows afterwards how it was changed. The
+order matters, so that it is in one place: the plan needs the parameters of all layers, placeholders come before
+initialization so that no rank creates the full model, and ZeRO shards the tensor-parallel shards.
+
+A *placeholder* replaces a tensor of another stage on this rank. The *body* is the set of layers that the pipeline
+splits; a *chain* is a body that is an `nn.Sequential`, and other layers of a body are *units*, which any code may call.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +56,7 @@ _OUTSIDE = "_parameters_outside_the_body"  # attribute with (stages, stages of p
 
 
 class ModuleParallelizer:
-    """Parallelizes one module: splits it into stages, and shards its layers.
+    """Parallelization of one module: splits it into stages, and shards its layers.
 
     `AttachedModule` creates it and calls it in the setup of a run. `strategy.layout` makes the decisions.
 
@@ -69,7 +78,7 @@ class ModuleParallelizer:
         is_done: True if the module is parallelized.
         source: The source of the weights; ``None`` if the module has or initializes them.
         is_whole: True if the module was parallelized and then gathered.
-        shards: The sharded parameters by all their names, from before the module was gathered.
+        shards: The sharded parameters by all their names, from before the module was gathered; empty before.
         context_parallel: Splits the sequences of layers during a run; ``None`` without context parallelism.
     """
 
@@ -101,11 +110,15 @@ class ModuleParallelizer:
     def __call__(self) -> None:
         """Put placeholders for parameters of other stages, and shard the remaining layers; only once.
 
+        All ranks must call this. It also initializes tensors on the meta device, loads the weights of :attr:`source`,
+        and logs the layout. With master weights, it converts the module to float32, at each call.
+
         Raises:
             ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, if layers
-                cannot be sharded as the plan requires, or if a tensor on the meta device cannot be initialized; on
-                every rank.
+                cannot be sharded as the plan requires, if an earlier run has sharded the module for another layout, or
+                if a tensor on the meta device cannot be initialized; on every rank.
             TypeError: If the body cannot be split; on every rank.
+            FileNotFoundError, ValueError, RuntimeError: If weights cannot be read, or do not match; on every rank.
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
@@ -180,7 +193,10 @@ class ModuleParallelizer:
         return layout.find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
 
     def load(self, source: Source) -> None:
-        """Load weights now, or when the module is parallelized.
+        """Load weights now, or when the module is parallelized. All ranks must call this.
+
+        Args:
+            source: The argument of `HybridStrategy.load_weights`.
 
         Raises:
             FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not match; on every rank.
@@ -199,6 +215,8 @@ class ModuleParallelizer:
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
     ) -> Callable[[], AbstractContextManager[None]]:
         """Return a context for forwards, in which layers are recomputed and activations are offloaded to the host.
+
+        `Run` calls this once. It also sets :attr:`context_parallel`, whose context is part of the result.
 
         Args:
             offload: Offloads activations.
@@ -240,7 +258,7 @@ class ModuleParallelizer:
         """Return an estimate of this rank's memory.
 
         The estimate includes optimizer states only if all optimizers are torch's, because others may communicate in a
-        step.
+        step. This is not a collective.
         """
         tried = optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None
         settings = self._settings
@@ -329,6 +347,8 @@ class ModuleParallelizer:
     def undo(self) -> None:
         """Gather the full module on every rank, so that it can be parallelized for another layout.
 
+        All ranks must call this. Afterwards, this object only keeps the shards for the next parallelizer.
+
         Raises:
             ValueError: If other code has sharded layers of the module; on every rank.
         """
@@ -341,6 +361,8 @@ class ModuleParallelizer:
 
     def find_outside(self, used: Mapping[str, Collection[int]] | None) -> dict[str, frozenset[int]] | None:
         """Return the new stages of parameters outside the body, on every rank: see :func:`layout.find_outside`.
+
+        All ranks must call this.
 
         Args:
             used: The stages that use each parameter in the steps of this replica, by one of its names; ``None`` if
@@ -373,7 +395,7 @@ class ModuleParallelizer:
         mark_parts(self._module)
 
     def check(self) -> None:
-        """Check that the body has not changed since it was split.
+        """Check that the body has not changed since it was split. This is not a collective.
 
         Raises:
             ValueError: If the body, or the number of its layers, has changed.

@@ -1,6 +1,10 @@
 """Changes to the Trainer, Lightning, torchmetrics and TensorBoard during a run, all of which are undone after the run.
 
-This file contains some of the changes. The table lists all of them, with the modules that make them:
+`World.open`, `Run.install` and `AttachedModule` make the changes in this file. They are needed because Lightning has no
+hook at these places, or because its code assumes that each process has the full model.
+
+The table lists the main changes that last for a run, with the modules that make them. Changes around a single step or
+call are not in the table:
 
 ===============================================  =====================================  ===============================
 `trainer.callbacks`                              ours before the user's                 :func:`add_callbacks`
@@ -86,7 +90,7 @@ def remove_callbacks(trainer: Trainer) -> None:
 
 
 class AfterHook:
-    """Replaces a method of one module for one call, and calls a function after this call.
+    """Replacement of a method of one module for one call, which calls a function after this call.
 
     Args:
         module: The module.

@@ -11,6 +11,13 @@ is alive::
                                                                     if refused, or if the token differs, the entry is
                                                                     from an earlier attempt: it is read again
     every rank: PrefixStore(token, the agents' store)
+
+`strategy.launch` calls :func:`choose_interface` and :func:`make_stores` before it creates the group of all processes.
+If the user has created this group, `HybridStrategy` calls :func:`stores_of_groups` instead.
+
+A *store* is torch's key-value store on the first node; a *client* is an object that accesses it. An *agent* is
+torchrun's process on a node, which starts the ranks. An *attempt* is one start of all ranks of a job; a restart is a
+new attempt.
 """
 
 from __future__ import annotations
@@ -182,7 +189,7 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
 
 
 def stores_of_groups() -> Stores:
-    """Return clients of the store of the existing process group of all ranks."""
+    """Return clients of the store of the existing process group of all ranks. Each rank calls this once per group."""
     world = dist.group.WORLD
     assert world is not None
     store = world.get_group_store()

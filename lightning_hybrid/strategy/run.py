@@ -6,7 +6,14 @@
     AttachedModule          module attached, sharded, its checkpoints ..... another module
     Run                          setup ... steps ... teardown    setup ... steps ... teardown
 
-`HybridStrategy` creates all three in its hooks.
+`HybridStrategy` creates all three in its hooks: `World` and `AttachedModule` in `setup_environment`, `Run` in `setup`.
+They are separate, because process groups are expensive and serve several runs, and because the optimizers of a run
+refer to the shards of a module after the run.
+
+To *attach* a module is to make its :class:`AttachedModule`. To *divide* it is to replace tensors of other stages by
+*placeholders*, which have no values, and to shard the other tensors. The *body* is the set of layers that the pipeline
+splits into stages. A *follower* is an object that is notified when parameters move to other stages. A *step* is a call
+of the user's `training_step` and so on; the strategy *runs* the steps if Lightning does not call them itself.
 """
 
 from __future__ import annotations
@@ -87,7 +94,7 @@ class _InFlight(Protocol):
 
 
 class World:
-    """The objects that exist as long as the process groups.
+    """The objects that exist as long as the process groups, for any number of runs.
 
     The strategy has already started the group of all ranks. The constructor makes the smaller groups of the device
     mesh, so every rank must call it.
@@ -100,10 +107,14 @@ class World:
         ranks: Information about each rank, from the rank itself.
 
     Attributes:
+        config: The argument `config`.
+        sizes: The argument `sizes`.
+        device: The argument `device`.
+        seed: The global seed, from rank 0.
         connections: The connections of the process groups.
         mesh: The device mesh.
-        failures: The record of failures.
-        watch: The watch thread of a run.
+        failures: The record of the first failure.
+        watch: The watch thread of a run, which looks for failures of other ranks.
         desync: Compares the actions of ranks.
         streams: The random streams of this rank.
         engine: Runs schedules.
@@ -161,7 +172,11 @@ class World:
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:
-        """Prepare the Trainer for a run, before a :class:`Run` exists. :meth:`close` undoes this."""
+        """Prepare the Trainer for a run, before a :class:`Run` exists. :meth:`close` undoes this.
+
+        Args:
+            trainer: The Trainer. Its callbacks, data loading and signal handlers are changed.
+        """
         self.loaders.attach(trainer)
         if self.mesh.sizes.tensor > 1 or self.config.zero_stage:
             self._mixed_operations.enter_context(mixed_operations())
@@ -175,7 +190,7 @@ class World:
         return place_text(self.engine, self.mesh, self.watch.trainer)
 
     def _position(self) -> Position:
-        """Return the position of this rank. Called by the watcher."""
+        """Return the position of this rank. Called by the watch thread."""
         trainer = self.watch.trainer
         return Position() if trainer is None else find_position(trainer, self.engine, self.mesh)
 
@@ -196,11 +211,11 @@ class World:
 
 
 class AttachedModule:
-    """The user's module, with its parallelization and its checkpoints.
+    """The user's module, with its parallelization and its checkpoints, over several runs.
 
     Args:
         world: The objects of the process groups.
-        module: The module.
+        module: The module, which is attached to the Trainer.
         started: Modules that have received their initial weights, in this run or an earlier run.
 
     Attributes:
@@ -250,9 +265,11 @@ class AttachedModule:
     def divide(self) -> None:
         """Shard the module, and put placeholders for parameters of other stages. A second call does nothing.
 
+        All ranks must call this.
+
         Raises:
-            ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, or if the
-                module differs between ranks; on every rank.
+            ValueError: If the module differs between ranks; on every rank. Also the errors of
+                :meth:`ModuleParallelizer.__call__`.
             TypeError: If the body cannot be split; on every rank.
         """
         if self.parallelizer.is_done:
@@ -267,10 +284,14 @@ class AttachedModule:
         self.checkpointer = self._new_checkpointer()
 
     def gather(self, run: Run | None) -> None:
-        """Gather the full module on every rank.
+        """Gather the full module on every rank. All ranks must call this; it does nothing if nothing is sharded.
 
         Args:
-            run: The run with the module, or ``None``. It cannot continue.
+            run: The run with the module, or ``None``. Its steps raise an error from now on.
+
+        Raises:
+            ValueError: If other code has sharded layers of the module; on every rank.
+            OSError: If a checkpoint that was still being written could not be written; on every rank.
         """
         if not self._is_divided:
             return
@@ -293,8 +314,8 @@ class AttachedModule:
     def end_run(self, run: Run | None) -> None:
         """Gather the module after a run if `gather_module_on_teardown` requires it; otherwise mark it as sharded.
 
-        A sharded module refuses uses that need the full module. After a failure, other ranks may have exited, so no
-        collective starts.
+        A sharded module refuses uses that need the full module. All ranks must call this, except after a failure or an
+        interruption: other ranks may have exited then, so no collective starts.
 
         Args:
             run: The run, or ``None`` if it had not begun.
@@ -324,10 +345,10 @@ class AttachedModule:
             self._hook.remove()
 
     def close(self) -> None:
-        """Wait for checkpoints that are still being written.
+        """Wait for checkpoints that are still being written, without communication; after a failure, do not wait.
 
         Raises:
-            OSError: If a checkpoint could not be written.
+            OSError: If this rank could not write a checkpoint.
         """
         if not self._world.failures.failed:
             self.checkpointer.close()
@@ -340,7 +361,9 @@ class AttachedModule:
 class Run:
     """One run of the Trainer with a parallelized module that is already on its device.
 
-    The constructor copies the values of parameters and buffers, so that all ranks with a copy begin with equal values.
+    The constructor is a collective of all ranks: it broadcasts the values of parameters and buffers, so that all ranks
+    with a copy begin with equal values. :meth:`install` then changes the Trainer and the module, and :meth:`remove`
+    undoes both.
 
     Args:
         world: The objects of the process groups.
@@ -358,7 +381,10 @@ class Run:
         is_installed: True between :meth:`install` and :meth:`remove`.
 
     Raises:
-        ValueError: If the body has changed since the module was parallelized; on every rank.
+        ValueError: If the body has changed since the module was parallelized, if `recompute` matches no layer, or if
+            nodes do not share the folder of checkpoint directories; on every rank.
+        TypeError: If `recompute` needs a body that cannot be split; on every rank.
+        OSError: If a node cannot write to the folder of checkpoint directories; on every rank.
     """
 
     def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool, autocasts: bool) -> None:
@@ -442,7 +468,13 @@ class Run:
         return [attached.parallelizer, attached.checkpointer, attached.master_weights, self.grad_sync, *context]
 
     def _place_parameters(self, used: Mapping[str, Collection[int]] | None) -> None:
-        """Move parameters outside the layers to the stages that use them in the first training batch; on every rank."""
+        """Move parameters outside the layers to the stages that use them in the first training batch.
+
+        `TrainingStep` calls this once, on every rank.
+
+        Args:
+            used: The argument of :meth:`ModuleParallelizer.find_outside`.
+        """
         parallelizer = self._attached.parallelizer
         outside = parallelizer.find_outside(used)
         if not outside:
@@ -459,8 +491,10 @@ class Run:
     def moves_batches(self) -> bool:
         """True if the Trainer's current loop moves batches to the device as a whole.
 
-        In training, microbatches are moved when they are needed. In evaluation of a chain, only the first and the last
-        stage read batches. On the CPU, batches need no copy, so the Trainer moves all of them.
+        In training, microbatches are moved when they are needed, unless a hook reads the batch before. In evaluation of
+        a chain (an `nn.Sequential` that the step calls as a whole), only the first and the last stage read batches. On
+        the CPU, batches need no copy, so the Trainer moves all of them. It also does so if the strategy does not run
+        the steps.
         """
         context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
@@ -479,7 +513,9 @@ class Run:
         return self.context is not None
 
     def record(self) -> Recorder | None:
-        """Record the beginning and end of each action, until :meth:`stop_recording`.
+        """Record the beginning and end of each action of the schedule, until :meth:`stop_recording`.
+
+        The callback `HybridTimeline` calls this.
 
         Returns:
             The recorder; ``None`` without actions.
@@ -512,8 +548,8 @@ class Run:
             trainer: The Trainer, with its optimizers.
             closure: Creates the closures of automatic optimization; ``None`` if the run only evaluates.
             nonfinite: Checks gradients before an optimizer step; ``None`` if the run only evaluates.
-            gradient_functions: Makes functions over gradients use the gradients of all ranks; ``None`` if this rank has
-                all gradients.
+            gradient_functions: Makes functions over gradients, such as `clip_grad_norm_`, use the gradients of all
+                ranks; ``None`` if this rank has all gradients.
         """
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True

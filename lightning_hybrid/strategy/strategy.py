@@ -1,4 +1,16 @@
-"""`HybridStrategy`, which connects the parts of the package to the Trainer's hooks. It contains no algorithms."""
+"""`HybridStrategy`, which connects the parts of the package to the Trainer's hooks. It contains no algorithms.
+
+The user passes it to the Trainer, which calls its methods in this order::
+
+    Trainer(...)      __init__, precision_plugin, checkpoint_io, _configure_launcher
+    trainer.fit(...)  connect, setup_environment, model_sharded_context (configure_model), setup, on_train_start
+    each batch        batch_to_device, optimizer_step (training_step, backward), or validation_step and so on
+    at the end        teardown; after an error on_exception, then teardown
+
+`run.World`, `run.AttachedModule` and `run.Run` hold the objects of these hooks, see :mod:`~.run`. `HybridStrategy`
+inherits from Lightning's `ParallelStrategy`. It does not inherit from `DDPStrategy`, which wraps the full module on
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -362,7 +374,14 @@ class HybridStrategy(ReplicaCollectives):
         self._launcher = launch.make_launcher(self, environment, *numbers, self.settings.launch.start_method)
 
     def _resolve(self, world_size: int) -> None:
-        """Find the sizes of the axes. With a layout search, the module is sharded only after :meth:`_find_layout`."""
+        """Find the sizes of the axes. If the layout search chooses them, :meth:`_find_layout` replaces them.
+
+        Args:
+            world_size: The number of processes of the job.
+
+        Raises:
+            ValueError: If no allowed sizes fit the number of processes.
+        """
         is_found = bool(self._requested.searched) and not self.settings.searched
         if is_found and self.sizes.num_ranks == world_size:
             return  # a run under another Trainer has found them
@@ -446,7 +465,7 @@ class HybridStrategy(ReplicaCollectives):
         self._attached.divide_early()
 
     def _find_layout(self) -> None:
-        """Search for the arguments that the user left open, once for all runs with this device mesh."""
+        """Search for the arguments that the user left open, once for all runs with this device mesh; on every rank."""
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
         sizes = self.settings.requested_sizes if open_sizes else asdict(self.sizes)
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
@@ -723,7 +742,10 @@ class HybridStrategy(ReplicaCollectives):
         self._precision_plugin = plugin
 
     def _owners(self) -> dist.ProcessGroup | None:
-        """Return the ranks that together own the parameters: all ranks with ZeRO, otherwise the model group."""
+        """Return the ranks that together own the parameters: all ranks with ZeRO, otherwise the model group.
+
+        The model group consists of the ranks that hold one replica. ``None`` before the process groups exist.
+        """
         if self._world is None:
             return None
         return dist.group.WORLD if self.settings.zero_stage else self.mesh.model_group
@@ -780,7 +802,11 @@ class HybridStrategy(ReplicaCollectives):
         return norm
 
     def _guard_steps(self) -> GradientWatch:
-        """Return the watch that inspects gradients before an optimizer step."""
+        """Return the watch that inspects gradients before an optimizer step.
+
+        Raises:
+            ValueError: If `faults.on_nonfinite` cannot be combined with the precision.
+        """
         scaler = getattr(self.precision_plugin, "scaler", None)
         checks.check_nonfinite(self.settings.faults.on_nonfinite, scaler)
         if scaler is not None:

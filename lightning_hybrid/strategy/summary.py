@@ -1,4 +1,12 @@
-"""Texts about the layout: tables of stages, tensor-parallel layers and memory, and the effective batch size."""
+"""Texts about the layout: tables of stages, tensor-parallel layers and memory, and the effective batch size.
+
+`strategy.layout`, `ModuleParallelizer`, `Run` and `HybridStrategy` log these texts on rank 0 when a run starts. The
+commands `plan`, `memory`, `suggest` and `inspect` print the same tables. Nothing here communicates.
+
+The *body* is the set of layers that the pipeline splits into stages; parameters *outside* are all others, such as the
+embedding. A *plan* states how tensor parallelism shards each layer, with one *row* per layer and style. A *holder* of a
+stage is a rank that has its parameters.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +168,7 @@ def outside_text(module: nn.Module, layers: Sequence[nn.Module], where: str) -> 
     Args:
         module: The user's module.
         layers: The layers of the body.
-        where: The end of the text, which says on which stages they are.
+        where: The end of the text, about the stages of these parameters.
     """
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
     return f"not in layers: {outside:,} parameters ({100 * outside / total:.1f}%), {where}" if outside else ""
@@ -196,10 +204,11 @@ def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[
 def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:
     """Return a table of the memory of each pipeline rank, in GiB.
 
-    Parts that are unknown on all ranks are left out, and then the total is left out too.
+    Parts that are unknown on all ranks are left out, and then the total is left out too. A part that is unknown on some
+    ranks is ``"?"`` there.
 
     Args:
-        estimates: The estimate for each pipeline rank.
+        estimates: The estimate for each pipeline rank, in bytes.
         peaks: The peak memory of the device's allocator on each pipeline rank in bytes; empty if it is unknown.
     """
     every = [field.name for field in fields(MemoryUsage)]
@@ -226,7 +235,7 @@ def _gibibytes(value: int | None, digits: int) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> str:
-    """Return a table. If it is too wide, the texts of its widest column are wrapped.
+    """Return a table. If it has more than 100 columns, the texts of its widest column are wrapped.
 
     Args:
         rows: The titles, then the cells of each row.

@@ -1,5 +1,9 @@
 """A column-parallel linear layer that computes its weight gradient while its input gradient is reduced.
 
+:class:`~.layers.ColumnParallelLinear` and :class:`~.layers.VocabParallelHead` call :func:`column_linear` in each
+forward. `F.linear` after :func:`~.mappings.gather_input` gives the same values, but one autograd node then computes
+both gradients, and the collective for the input gradient starts only after this node.
+
 Autograd runs nodes that are ready in the reverse order of their creation. Therefore, the gradients of input and weight
 are computed in two nodes. The nodes are created in such an order that the weight gradient is computed between the start
 and the end of the collective::
@@ -12,9 +16,9 @@ and the end of the collective::
                 2 weight   computes the weight gradient        |
                 1 wait     <==================================='
 
-If several layers have the same input, they share the collective, which overlaps with the first of them. The results are
-bitwise equal to `F.linear` after :func:`~.mappings.copy_to_tp` with autograd: the same products of the same operands,
-and one sum over the ranks.
+If several layers have the same input, they share the collective, which overlaps with the weight gradient of the layer
+that was called first. The results are bitwise equal to `F.linear` after :func:`~.mappings.gather_input` with autograd:
+the same products of the same operands, and one sum over the ranks.
 
 Megatron-LM does this in one node (`linear_with_grad_accumulation_and_async_communication`), without sharing the
 collective between layers.
@@ -35,15 +39,19 @@ from lightning_hybrid.distributed.process_group import reduce_scatter_single
 from lightning_hybrid.tensor_parallel import mappings
 
 #: The number of multiplications, by device type, from which overlap is worth the extra nodes: a product that keeps a
-#: GPU busy for longer than the host needs. On CPUs nothing overlaps, because gloo copies bytes on the cores that
-#: multiply (`benchmarks/tensor_parallel`: 0.93 to 1.11 of the throughput, with one core per rank).
+#: GPU busy for longer than the host needs. For a sequence shard, only multiplications for its own positions count. On
+#: CPUs nothing overlaps, because gloo copies bytes on the cores that multiply (`benchmarks/tensor_parallel`: 0.93 to
+#: 1.11 of the throughput, with one core per rank).
 OVERLAP_FROM = {"cuda": 2**30}
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: mappings.TensorGroup, sequence_dim: int | None
 ) -> Tensor:
-    """Map ``(..., in_features)`` to ``(..., out_features / T)``.
+    """Map ``(..., in_features)`` to ``(..., out_features / T)`` on T ranks.
+
+    All ranks must call it. A sequence shard is all-gathered, so the result has the full sequence. The backward
+    all-reduces the gradient of a replicated input, and reduce-scatters the gradient of a sequence shard.
 
     Args:
         x: The replicated input, or this rank's sequence shard.
@@ -69,7 +77,7 @@ def column_linear(
 def _overlaps(x: Tensor, weight: Tensor) -> bool:
     """Return True if both gradients are needed and overlap is worth the extra nodes.
 
-    Ranks may decide differently, because the collectives are the same.
+    Ranks may decide differently, because both paths call the same collectives in the same order.
     """
     least = OVERLAP_FROM.get(x.device.type)
     return (
@@ -88,13 +96,13 @@ def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Pending:
-    """Values that the nodes of one backward pass to each other.
-
-    The collective may have been started by another layer with the same input.
+    """Values that the nodes of one call of :func:`column_linear` pass to each other in backward.
 
     Attributes:
-        work: The collective that is running.
-        operands: The output gradient and the input, which the weight gradient is computed from.
+        work: The running collective for the input gradient; ``None`` if it is not running, or if an earlier layer with
+            the same input starts it and waits for it.
+        operands: The output gradient ``(N, out_features / T)`` and the input ``(N, in_features)``, from which the
+            weight gradient is computed; ``None`` before `_Linear` has run in backward, and after `_Weight` has run.
     """
 
     __slots__ = ("operands", "work")
@@ -132,7 +140,13 @@ class _Weight(torch.autograd.Function):
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, *, is_transposed: bool) -> Tensor:
-    """Multiply ``(N, out)`` and ``(N, in)`` to ``(out, in)``, as autograd does for this memory order."""
+    """Multiply ``(N, out)`` and ``(N, in)`` to ``(out, in)``, in the same order as autograd, for bitwise equality.
+
+    Args:
+        gradient: The gradient of the output.
+        x: The input.
+        is_transposed: True if the weight is a transposed view of its parameter, as in GPT-2's `Conv1D`.
+    """
     return x.t().mm(gradient).t() if is_transposed else gradient.t().mm(x)
 
 

@@ -1,4 +1,10 @@
-"""`nn.MultiheadAttention` with its heads sharded over the tensor-parallel ranks."""
+"""`nn.MultiheadAttention` with its heads sharded over the tensor-parallel ranks.
+
+The plan gives such layers the style ``"attention"`` (`styles`), and :func:`~.layers.parallelize_layer` then changes the
+class of the user's layer to :class:`ParallelAttention`. torch's forward cannot run on shards, because it compares the
+shapes of its weights with the full sizes. The layer for ranks in a square or cube, `grid.layers.GridAttention`, is a
+subclass that replaces the private methods.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +22,16 @@ from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp
 
 
 class ParallelAttention(ParallelLayer):
-    """An `nn.MultiheadAttention` that computes this rank's heads. Its arguments and results are those of torch's class.
+    """An `nn.MultiheadAttention` that computes this rank's heads. Arguments and results are the same as in torch.
 
-    ::
+    The plan rejects layers with `bias_k`, `bias_v` or `add_zero_attn`. "Region" means a sequence region of the plan, in
+    which activations are sequence shards::
 
-        query, key, value     replicated (in sequence regions: shards, which are gathered)
+        query, key, value     replicated (in regions: sequence shards, which are gathered)
         in-projection         rows of this rank's heads, for q, k and v
         attention             this rank's heads
         out-projection        columns of this rank's heads; the results are summed over the ranks
+                              (in regions: reduce-scattered)
     """
 
     embed_dim: int
@@ -38,7 +46,8 @@ class ParallelAttention(ParallelLayer):
     k_proj_weight: Tensor | None
     v_proj_weight: Tensor | None
     out_proj: nn.Linear
-    #: True if keys and values are replicated under sequence parallelism, as the memory of a decoder is.
+    #: True if keys and values are replicated although queries are sequence shards: the memory of a decoder (style
+    #: ``"attention:memory"``).
     memory_is_replicated = False
 
     @uncompiled
@@ -53,7 +62,11 @@ class ParallelAttention(ParallelLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute `nn.MultiheadAttention.forward`, with the same shapes."""
+        """Compute `nn.MultiheadAttention.forward`, with the same shapes. All ranks must call it.
+
+        Raises:
+            RuntimeError: If `is_causal` is True without an `attn_mask`, as in torch.
+        """
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal=True requires attn_mask.")
         is_batched = query.dim() == 3
@@ -85,11 +98,18 @@ class ParallelAttention(ParallelLayer):
         return gathered, k, v
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
-        """Project inputs to the features of this rank's heads, for one or several packed projections."""
+        """Project inputs to the features of this rank's heads.
+
+        Args:
+            x: The gathered input.
+            weight: This rank's shard of one projection, or of several packed projections.
+            bias: This rank's shard of the bias, or ``None``.
+            blocks: The number of packed projections in the weight. Only the subclass for grids needs it.
+        """
         return F.linear(x, weight, bias)
 
     def _project_out(self, x: Tensor) -> Tensor:
-        """Project the features of this rank's heads to the output."""
+        """Project the features of this rank's heads to the output. This is a collective."""
         out = self.reduce_output(F.linear(x, shard_of(self.out_proj.weight)))
         return out if self.out_proj.bias is None else out + self.out_proj.bias.to(out.dtype)
 
@@ -109,7 +129,16 @@ class ParallelAttention(ParallelLayer):
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Combine both masks into one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
+        """Combine both masks into one that is added to the scores.
+
+        Args:
+            attn_mask: The mask ``(L, S)`` or ``(batch * all heads, L, S)``, boolean or additive, or ``None``.
+            padding: The mask of keys ``(batch, S)``, boolean or additive, or ``None``.
+            q: This rank's queries, for the dtype.
+
+        Returns:
+            The mask, which broadcasts to ``(batch, this rank's heads, L, S)``; ``None`` if both masks are ``None``.
+        """
         mask = None if attn_mask is None else additive_mask(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # one mask per head: (batch * all heads, L, S)
             mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
@@ -131,7 +160,7 @@ class ParallelAttention(ParallelLayer):
             return weights @ v, weights
 
     def _gather_weights(self, weights: Tensor | None, *, average: bool, is_batched: bool) -> Tensor | None:
-        """Return the attention weights of all heads, or their average."""
+        """Return the attention weights of all heads, or their average. This is a collective, unless they are None."""
         if weights is None:
             return None
         if average:
@@ -142,7 +171,10 @@ class ParallelAttention(ParallelLayer):
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are one tensor, or were one before a hook of the layer made new tensors from it."""
+    """Return True if two tensors are one tensor, or were one before a hook of the layer made new tensors from it.
+
+    Self-attention then gathers its input only once.
+    """
     if one is other:
         return True
     is_passed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn

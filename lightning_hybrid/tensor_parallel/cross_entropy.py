@@ -4,8 +4,13 @@ For logits z of V classes, with target class y, cross-entropy needs three sums o
 
 .. math:: \log \textstyle\sum_c e^{z_c}, \qquad \textstyle\sum_c [c = y]\, z_c, \qquad \sum_c w_c z_c,
 
-each of which is a number per sample. Each rank sums its own classes, and the ranks send these sums instead of logits
-(Shoeybi et al., "Megatron-LM", 2019, section 3).
+each of which is a number per sample; the third one only with label smoothing or with class probabilities as targets.
+Each rank sums its own classes, and the ranks all-reduce these sums, and a maximum for the exponentials, instead of
+logits (Shoeybi et al., "Megatron-LM", 2019, section 3).
+
+`vocab_parallel` calls the functions when the user's step calls torch's losses, `log_softmax` or `argmax` with sharded
+logits. :func:`mean_of` and :func:`loss_arguments` also serve the losses of context parallelism. All ranks of the group
+must call each function that has a `group`.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ def in_loss_precision(logits: Tensor) -> Tensor:
 
 def log_sum_exp(shard: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """Return the logarithm of the sum of exponentials over all classes. ``dim`` is kept, with size 1.
+
+    The backward needs no collective, because the gradient of the result is equal on all ranks.
 
     Args:
         shard: This rank's classes.
@@ -75,16 +82,26 @@ def cross_entropy(
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy` or `nll_loss`.
 
+    A mean over class indices is reported to the observer of mean losses, see
+    :mod:`lightning_hybrid.distributed.class_losses`.
+
     Args:
         shard: This rank's classes of the scores.
         target: Class indices, of the shape of `shard` without `dim`; or probabilities of all classes.
         dim: The dimension of the classes: 1, or 0 for a vector.
         group: The ranks that have the other classes.
         are_logits: True if the scores are logits. If False, they are log-probabilities.
-        weight: The weights of all classes.
-        ignore_index: The class that is not counted.
+        weight: The weights of all classes, shape ``(classes,)``; ``None`` for equal weights.
+        ignore_index: The class index that is not counted.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: The part of the target that is spread over all classes.
+        label_smoothing: The part of the target that is spread over all classes, from 0 to 1.
+
+    Returns:
+        The loss, equal on all ranks: of shape ``()``, or of the shape of class indices if nothing is reduced.
+
+    Raises:
+        ValueError: If class indices have another shape.
+        IndexError: If a class index is out of bounds; only for targets on the CPU.
     """
     num_classes = shard.shape[dim] * group.size
     normalizer: Any = log_sum_exp(shard, dim, group).squeeze(dim) if are_logits else 0.0
@@ -122,14 +139,17 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
 
     Args:
         total: The sum of the losses, shape ``()``.
-        count: The sum of the weights of all targets, shape ``()``.
+        count: The sum of the weights of all targets, or their number if targets are probabilities, shape ``()``.
     """
     count = count.to(total.dtype)
     return (total / count.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(count == 0, math.nan)
 
 
 def loss_arguments(*args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the scores, the target, and the other arguments of a call of torch's `cross_entropy` or `nll_loss`."""
+    """Return the scores, the target, and the other arguments of a call of torch's `cross_entropy` or `nll_loss`.
+
+    Other arguments are by name, without omitted arguments and without arguments that are ``None``.
+    """
     given = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
     return given.pop("input"), given.pop("target"), {name: each for name, each in given.items() if each is not None}
 
@@ -138,9 +158,14 @@ _ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same arguments exc
 
 
 def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes: int, dim: int) -> None:
-    """Raise the errors that torch raises for a wrong target.
+    """Raise an error for a wrong target, as torch does.
 
-    Class indices are checked only on the CPU, because reading them from a device would wait for it.
+    Class indices are checked only on the CPU, because reading them from a device would wait for it. Subclasses of
+    `Tensor`, such as fake tensors, may have no values and are not checked either.
+
+    Raises:
+        ValueError: If the target has another shape than the scores without their classes.
+        IndexError: If a class index is out of bounds.
     """
     expected = [*shard.shape[:dim], *shard.shape[dim + 1 :]]
     if list(target.shape) != expected:
@@ -154,7 +179,9 @@ def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes
 
 
 def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor:
-    """Return the class with the largest logit. If several classes have this logit, it is the first.
+    """Return the class with the largest logit. If several classes have this logit, return the first.
+
+    A NaN counts as the largest logit, as in torch.
 
     Args:
         shard: This rank's classes.
@@ -171,12 +198,12 @@ def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor
 
 
 def _pick(shard: Tensor, classes: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """Return the score of each sample's class, from the rank that has it."""
+    """Return the score of each sample's class, from the rank that has it. This is a collective."""
     local, elsewhere = group.local_indices(classes, shard.shape[dim])
     found = shard.gather(dim, local.unsqueeze(dim)).squeeze(dim)
     return reduce_from_tp(found.masked_fill(elsewhere, 0.0), group)
 
 
 def _weighted_sum(shard: Tensor, weights: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """Return the sum over all classes, weighted with weights of all classes."""
+    """Return the sum over all classes, weighted with weights of all classes. This is a collective."""
     return reduce_from_tp((shard * group.local_chunk(weights, dim)).sum(dim), group)

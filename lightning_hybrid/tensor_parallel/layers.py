@@ -1,7 +1,16 @@
 """Parallel layers, which compute with this rank's shard of their weights. Inputs and outputs are plain tensors.
 
-A layer of the user becomes a parallel layer in place: only its class changes. Names, hooks, ties and `isinstance`
-checks therefore keep working, and callbacks can copy the layer.
+A layer of the user becomes a parallel layer in place: only its class changes, to a new subclass of a class of this file
+and of the layer's own class. Names, hooks, ties and `isinstance` checks therefore keep working, and callbacks can copy
+the layer. A replacement module would break all of them.
+
+A plan (`plan`) gives a *style* to each layer, and `styles` maps each style to a class of this file. `Plan.apply` calls
+:func:`parallelize_layer` before the first step, and `Plan.undo` calls :func:`restore_layer` when the full module is
+gathered. All ranks must call a parallel layer together, because most forwards and backwards are collectives.
+
+Terms: T is the number of tensor-parallel ranks. A *column-wise* layer has a shard of the output features, and a
+*row-wise* layer has a shard of the input features and sums the results. A *block* is a module with such layers, for
+example an attention. A *region* is a module of the plan inside which sequences are sharded (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -35,7 +44,8 @@ class ParallelLayer:
         tensor_group: The ranks that compute the layer together.
         sequence_dim: The dimension of activations along which sequences are sharded outside the layer; ``None`` if
             activations are replicated there.
-        sums_vector_gradients: True if ranks with the same features sum the gradients of biases and norms.
+        sums_vector_gradients: True if ranks with the same features sum the gradients of biases and norms, as for ranks
+            in a square or cube. Only the estimate of messages (`tuning.dry_run`) reads it.
     """
 
     tensor_group: mappings.TensorGroup
@@ -43,11 +53,11 @@ class ParallelLayer:
     sums_vector_gradients: ClassVar[bool] = False
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Return the full input, as input of a shard of the weights."""
+        """Return the full input, as input of a shard of the weights: see :func:`~.mappings.gather_input`."""
         return mappings.gather_input(x, self.sequence_dim, self.tensor_group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Return the output from partial sums: replicated, or this rank's sequence shard."""
+        """Return the output from partial sums: replicated, or this rank's sequence shard. This is a collective."""
         if self.sequence_dim is None:
             return mappings.reduce_from_tp(x, self.tensor_group)
         return mappings.reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
@@ -56,10 +66,13 @@ class ParallelLayer:
 def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
     """Turn a layer into a parallel layer.
 
+    A layer can become several parallel layers, for example for two styles. The class that is added last runs first. If
+    the layer has the class already, only its attributes are set.
+
     Args:
-        layer: The layer, which is changed in place.
+        layer: The layer, which is changed in place. Its parameters do not change.
         mixin: A class of parallel layers.
-        attributes: Attributes of that class.
+        attributes: Attributes of that class, by name. :func:`restore_layer` removes them.
     """
     if not isinstance(layer, mixin):
         layer.__class__ = _mixed(mixin, type(layer))
@@ -68,7 +81,7 @@ def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
 
 
 def restore_layer(layer: nn.Module) -> None:
-    """Turn a parallel layer back into the original layer."""
+    """Turn a parallel layer back into the original layer. The caller gathers its parameters."""
     layer.__class__ = _original(type(layer))
     for attribute in vars(layer).pop(_ADDED, ()):
         vars(layer).pop(attribute, None)
@@ -76,7 +89,10 @@ def restore_layer(layer: nn.Module) -> None:
 
 @contextmanager
 def original_classes(module: nn.Module) -> Iterator[None]:
-    """Give parallel layers their original classes, which compute with full weights, inside the context."""
+    """Give parallel layers their original classes, which compute with full weights, inside the context.
+
+    It is used while a step is traced. The trace replaces the sharded parameters by fake tensors of the full shape.
+    """
     parallel = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, ParallelLayer)]
     try:
         for layer, kind in parallel:
@@ -88,7 +104,7 @@ def original_classes(module: nn.Module) -> Iterator[None]:
 
 
 _ADDED = "_tensor_parallel_attributes"  # where a layer stores the names of the attributes that were added
-_MIXED: dict[tuple[type, type], type] = {}
+_MIXED: dict[tuple[type, type], type] = {}  # the made classes, by the class of parallel layers and the layer's class
 
 
 def _mixed(mixin: type, base: type) -> type:
@@ -110,7 +126,10 @@ def original_class(layer: nn.Module) -> Any:
 
 
 def disable_fastpath(module: nn.Module) -> None:
-    """Disable torch's fused inference of transformer layers, which reads the weights directly."""
+    """Disable torch's fused inference of transformer layers, which reads the weights directly.
+
+    Each `nn.TransformerEncoder` also stops making nested tensors, which only this inference supports.
+    """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             if isinstance(layer.self_attn, ParallelLayer) or isinstance(layer.linear1, ParallelLayer):
@@ -138,7 +157,8 @@ class ColumnParallelLinear(ParallelLayer):
 
     Attributes:
         gather_output: True if the output is gathered.
-        input_is_gathered: True if a module around the layer has already gathered the input.
+        input_is_gathered: True if a module around the layer, a :class:`SequenceGathered`, has already gathered the
+            input, and reduces its gradient.
         is_transposed: True if the weight is ``[in_features, out_features]``, as in GPT-2's `Conv1D`.
     """
 
@@ -163,8 +183,10 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """A linear layer that takes this rank's shard of the input features. The results are summed over the ranks.
 
+    The bias is replicated, and is added after the sum.
+
     Attributes:
-        scatter_input: True if the input is replicated, and the layer scatters it.
+        scatter_input: True if the input has all features on every rank, and the layer takes this rank's shard of them.
         is_transposed: True if the weight is ``[in_features, out_features]``.
     """
 
@@ -175,7 +197,7 @@ class RowParallelLinear(ParallelLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(..., in_features / T)`` to ``(..., out_features)``."""
+        """Map ``(..., in_features / T)``, or ``(..., in_features)`` if it is scattered, to ``(..., out_features)``."""
         if self.scatter_input:
             x = mappings.scatter_to_tp(x, -1, self.tensor_group)
         weight = shard_of(self.weight)
@@ -194,7 +216,11 @@ class VocabParallelEmbedding(ParallelLayer):
         """Map indices of any shape to ``(..., embedding_dim)``.
 
         Each rank looks up the indices of its own rows. The other rows are zero, and the results are summed over the
-        ranks.
+        ranks. The result is replicated, also in a region.
+
+        Raises:
+            IndexError: If an index is out of range; only for indices on the CPU, because reading them from a device
+                would wait for it.
         """
         weight = shard_of(self.weight)
         if (
@@ -211,7 +237,10 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class ColumnParallelEmbedding(ParallelLayer):
-    """An embedding that computes this rank's shard of the features, for example a bias for each head."""
+    """An embedding that computes this rank's shard of the features, for example a bias for each head.
+
+    It communicates nothing.
+    """
 
     weight: Tensor
     padding_idx: int | None
@@ -223,7 +252,10 @@ class ColumnParallelEmbedding(ParallelLayer):
 
 
 class VocabParallelHead(ParallelLayer):
-    """A linear layer to the vocabulary. Its output is gathered only for operations that need all classes."""
+    """A linear layer to the vocabulary. Its output is gathered only for operations that need all classes.
+
+    A gathered output would take T times the memory, and ranks would send all logits in each step.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -232,7 +264,7 @@ class VocabParallelHead(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``.
 
-        If `x` is a sequence that is sharded over context-parallel ranks, the result is too.
+        If `x` is a sequence that is sharded over context-parallel ranks, the result is such a sequence too.
         """
         return on_share(self._logits, x)
 
@@ -243,7 +275,11 @@ class VocabParallelHead(ParallelLayer):
 
 
 class OnShards(ParallelLayer):
-    """A layer that computes on shards. In training, each rank draws its own random numbers."""
+    """A layer that computes on shards, such as a dropout or a norm.
+
+    In training, each rank draws its own random numbers. With equal random numbers, dropout would drop the same entries
+    of every shard.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -258,11 +294,12 @@ class LocalRandomNumbers(ParallelLayer):
     """A block in which each rank draws its own random numbers between two layers, as dropout of shards requires.
 
     Before the first and after the last of these layers, where activations are replicated, all ranks draw the same
-    numbers.
+    numbers. Random functions that the code of the block calls, such as `F.dropout`, are not modules and cannot become
+    :class:`OnShards`. In evaluation, the block is unchanged.
 
     Attributes:
-        first: The path of the column-wise layer after which each rank draws its own numbers.
-        last: The path of the row-wise layer before which this ends.
+        first: The path, relative to the block, of the column-wise layer after which each rank draws its own numbers.
+        last: The path, relative to the block, of the row-wise layer before which this ends.
     """
 
     first: str
@@ -288,9 +325,10 @@ class LocalRandomNumbers(ParallelLayer):
 
 
 class DividedNumbers(ParallelLayer):
-    """A module whose integer attributes, such as a number of heads, are divided by the number of ranks while it runs.
+    """A module whose integer attributes, such as a number of heads, are divided while it runs.
 
-    Outside `forward`, the attributes have their full values, for example for code that makes a mask for each head.
+    The divisor is the number of shards of features: all ranks in a line, one side of a square or cube. Outside
+    `forward`, the attributes have their full values, for example for code that makes a mask for each head.
 
     Attributes:
         divided: The names of the divided attributes.
@@ -313,11 +351,11 @@ class DividedNumbers(ParallelLayer):
 class NarrowInput(ParallelLayer):
     """A block that reads the width of its shards from its input, as in ``B, N, C = x.shape``.
 
-    The code of the block receives a tensor that is as wide as a shard and has only NaN values. The layers to which the
-    code passes this tensor receive the true input instead. Their other arguments are unchanged.
+    The code of the block receives, as first argument, a tensor that is as wide as a shard and has only NaN values. The
+    layers to which the code passes this tensor receive the true input instead. Their other arguments are unchanged.
 
     Attributes:
-        takers: The paths of these layers.
+        takers: The paths of these layers, relative to the block.
     """
 
     takers: tuple[str, ...]
@@ -326,7 +364,8 @@ class NarrowInput(ParallelLayer):
         """Run the block.
 
         Raises:
-            WrongUseError: If a layer receives a tensor that was computed from the input.
+            WrongUseError: If one of `takers` receives another tensor that is as wide as a shard, because the code has
+                changed the input.
         """
         block: Any = self
         first = _argument_names(self)[0]
@@ -359,9 +398,10 @@ class MaskPerHead(ParallelLayer):
     """An attention that computes this rank's heads, but whose masks, biases and attention weights have all heads.
 
     Attributes:
-        total_heads: The number of all heads. If the name of an argument contains "mask", "bias" or "alibi", and its
-            shape is ``(batch, total_heads, L, S)``, it has values for each head. The same holds for a result of shape
-            ``(batch, total_heads / T, L, S)`` after the first result, such as attention weights.
+        total_heads: The number of all heads. An argument after the first one has values for each head if its name
+            contains "mask", "bias" or "alibi", and its shape is ``(batch, total_heads, L or 1, S)``; the layer receives
+            this rank's heads. A result after the first one, such as attention weights, has values for each head if its
+            shape is ``(batch, total_heads / T, L, S)``; it is gathered.
     """
 
     total_heads: int
@@ -370,7 +410,8 @@ class MaskPerHead(ParallelLayer):
         """Run the attention.
 
         Raises:
-            WrongUseError: If a mask with values for each head has another shape.
+            WrongUseError: If a mask has one or three dimensions, and the first one is as long as the number of heads,
+                or of heads in all samples.
         """
         names = _argument_names(self)
         given = [*zip(names, args, strict=False), *kwargs.items()]
@@ -393,11 +434,11 @@ class MaskPerHead(ParallelLayer):
         return self._whole(output, {id(value): masks[name] for name, value in local.items()})
 
     def _whole(self, output: Any, given: dict[int, Tensor]) -> Any:
-        """Return the output with the values of all heads.
+        """Return the output with the values of all heads. Attention weights are gathered, which is a collective.
 
         Args:
-            output: The output of the attention for this rank's heads.
-            given: The masks of all heads, by the `id()` of their shards.
+            output: The output of the attention for this rank's heads: a tree of tensors and other values.
+            given: The masks of all heads, by the `id()` of their shards. A shard in the output is replaced by its mask.
         """
         leaves, spec = flatten(output)
         for index, leaf in enumerate(leaves):
@@ -409,7 +450,7 @@ class MaskPerHead(ParallelLayer):
 
 
 def is_per_head(value: Any, heads: int) -> bool:
-    """Return True if a value has entries for each of so many heads."""
+    """Return True if a value is a tensor ``(batch, heads, L, S)`` with so many heads."""
     return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == heads
 
 
@@ -431,15 +472,19 @@ class SequenceRegion(ParallelLayer):
 
     Attributes:
         scatter_input: True if the input is replicated, and the layer scatters it. If False, the input is a shard
-            already.
-        gather_output: True if the output is gathered.
+            already, because the layer before it in an `nn.Sequential` is a region too.
+        gather_output: True if the output is gathered. If False, the next layer receives the shard.
     """
 
     scatter_input: bool
     gather_output: bool
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on a sequence shard."""
+        """Run the layer on a sequence shard.
+
+        Raises:
+            ValueError: If the length of the sequence is not divisible by the number of ranks.
+        """
         assert self.sequence_dim is not None
         if self.scatter_input:
             x = mappings.scatter_to_tp(x, self.sequence_dim, self.tensor_group)
@@ -448,7 +493,10 @@ class SequenceRegion(ParallelLayer):
 
 
 class SequenceGathered(ParallelLayer):
-    """A layer inside a region that gathers the sequence. Its row-wise layers reduce-scatter the sequence again."""
+    """A layer inside a region that gathers the sequence once, for all column-wise layers in it.
+
+    Its row-wise layers reduce-scatter the sequence again.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on full sequences."""

@@ -1,10 +1,15 @@
 """Collectives over the tensor-parallel ranks, with their gradients.
 
+Parallel layers (`layers`, `attention`, `grid`) and losses over sharded classes call them in forward. All ranks of the
+group must call each function together, and run its backward together. torch's own differentiable collectives have other
+gradients: they count the loss once for each rank.
+
 Between parallel layers an activation is *replicated*: every rank has the full activation, and the gradient of the full
-loss with respect to it. Inside parallel layers, a rank computes with its shard of the weights, and its gradients are
-summands of a sum over the ranks. The functions here convert between these states. They are the conjugate pairs of
-Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, and, for sequences, of Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", 2022, https://arxiv.org/abs/2205.05198::
+loss with respect to it. In regions of sequence parallelism, it is a sequence shard instead. Inside parallel layers, a
+rank computes with its shard of the weights, and its gradients are summands of a sum over the ranks. The functions here
+convert between these states. They are the conjugate pairs of Shoeybi et al., "Megatron-LM", 2019,
+https://arxiv.org/abs/1909.08053, and, for sequences, of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, https://arxiv.org/abs/2205.05198::
 
                             forward          backward
     copy_to_tp              -                all-reduce        replicated        -> input of every rank's shard
@@ -38,7 +43,10 @@ from lightning_hybrid.torch_internals import is_view, version_counter
 
 
 class TensorGroup(SizedGroupRef):
-    """The ranks that compute each tensor-parallel layer together."""
+    """The ranks that compute each tensor-parallel layer together.
+
+    The methods describe ranks in a line. The subclass `grid.blocks.Grid` describes squares and cubes.
+    """
 
     __slots__ = ()
 
@@ -50,11 +58,13 @@ class TensorGroup(SizedGroupRef):
     def weight_copies(self, group: ProcessGroup) -> int:
         """Return how many ranks have each weight that is gathered in a group.
 
+        Only the estimate of messages (`tuning.dry_run`) calls it.
+
         Args:
             group: A group of tensor-parallel ranks.
 
         Returns:
-            The number of ranks; 0 if the group gathers activations.
+            The number of ranks; 0 if the group gathers activations, as in a line.
         """
         return 0
 
@@ -85,7 +95,8 @@ class TensorGroup(SizedGroupRef):
 def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
     """Return a replicated tensor as input of every rank's shard of a layer. Its gradient is summed over the ranks.
 
-    Layers with the same input, such as the projections of an attention, share one all-reduce.
+    Layers with the same input, such as the projections of an attention, share one all-reduce, unless the input is a
+    leaf of the autograd graph.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -97,7 +108,10 @@ def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum over the ranks. Overwrites `x`, which must be the fresh result of an operation."""
+    """Return the sum over the ranks.
+
+    Overwrites `x`, unless it is a view or not contiguous, so `x` must be the fresh result of an operation.
+    """
     return _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -107,7 +121,7 @@ def gather_from_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """Return this rank's shard of a replicated tensor.
+    """Return this rank's shard of a replicated tensor. The shard is a copy.
 
     Raises:
         ValueError: If the size of the dimension is not divisible by the number of ranks.
@@ -137,6 +151,9 @@ def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Tensor:
     """Return the full input of a layer whose weights are sharded.
 
+    A replicated input is returned as it is, and its gradient is all-reduced. A sequence shard is all-gathered, and its
+    gradient is reduce-scattered.
+
     Args:
         x: The replicated input, or this rank's sequence shard.
         sequence_dim: The dimension along which sequences are sharded; ``None`` if `x` is replicated.
@@ -146,13 +163,26 @@ def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Ten
 
 
 def shared_input(x: Tensor, how: Hashable) -> Tensor | None:
-    """Return the tensor that another layer made from the same input in the same way, or ``None``."""
+    """Return the tensor that another layer made from the same input in the same way, or ``None``.
+
+    Args:
+        x: The input. It counts as another input after a write in place.
+        how: The way, as in :func:`share_input`: the dimension that is gathered, or ``None`` for :func:`copy_to_tp`.
+    """
     cached: tuple[int, Hashable, Tensor] | None = getattr(x, "_shared_input", None)
     return cached[2] if cached is not None and cached[:2] == (version_counter(x), how) else None
 
 
 def share_input(x: Tensor, how: Hashable, made: Tensor) -> None:
-    """Store the tensor that a layer made from its input, for other layers with this input. A leaf stores nothing."""
+    """Store the tensor that a layer made from its input, for other layers with this input.
+
+    A leaf of the autograd graph, such as a parameter, stores nothing: it outlives the step, but the tensor must not.
+
+    Args:
+        x: The input, which gets an attribute with the tensor.
+        how: The way in which the tensor was made.
+        made: The tensor.
+    """
     if not x.is_leaf:
         x._shared_input = version_counter(x), how, made  # type: ignore[attr-defined]
 
@@ -166,7 +196,7 @@ def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def all_reduce_max(x: Tensor, group: TensorGroup) -> Tensor:
-    """Compute the elementwise maximum over the ranks, in place. It has no gradient."""
+    """Compute the elementwise maximum over the ranks in place, and return `x`. It has no gradient."""
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group())
     return x
 

@@ -1,4 +1,9 @@
-"""The interface between a plan and the arrangement (line, square or cube) of the tensor-parallel ranks."""
+"""The interface between a plan and the arrangement (line, square or cube) of the tensor-parallel ranks.
+
+:func:`~.plan.make_plan` creates a :class:`Mode` for a line (``tensor_parallel_mode="1d"``) and a
+:class:`~.grid.styles.GridMode` for squares and cubes. The plan and the automatic plan get the styles of layers from it,
+and `strategy.parallelize` the group in which the layers communicate. So other code does not depend on the arrangement.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +26,15 @@ class Mode:
 
     Attributes:
         arrangement: The arrangement of the tensor-parallel ranks.
-        shards_samples: True if activations inside regions are sharded over samples and features.
+        shards_samples: True if activations inside regions are sharded over samples and features. In a line, they are
+            sharded along the sequence, and only under sequence parallelism.
     """
 
     arrangement: Arrangement
     shards_samples: ClassVar[bool] = False
 
     def find_style(self, name: str, layer: nn.Module) -> Style:
-        """Return the style with a name for a layer.
+        """Return the style with a name for a layer. A line supports all styles.
 
         Raises:
             ValueError: If this mode does not support the style.
@@ -47,6 +53,9 @@ class Mode:
 
     def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
         """Return the rows of a plan with the options that depend on the region around each layer.
+
+        A *region* is a module with the style ``"sequence_region"``. A line removes rows that only affect sequence
+        parallelism if sequences are not sharded.
 
         Args:
             rows: The rows of the plan.

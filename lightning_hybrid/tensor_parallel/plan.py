@@ -1,4 +1,16 @@
-"""The tensor-parallel plan: from the user's argument to a style for each layer, and its application to the module."""
+"""The tensor-parallel plan: from the user's argument to a style for each layer, and its application to the module.
+
+`strategy.parallelize` calls this file before the first step of a run: :func:`plan_texts` (all ranks compare the user's
+plan), :func:`make_plan`, and :meth:`Plan.apply`. `strategy.checks` calls :func:`check_styles` when the strategy is
+created. `strategy.gather` calls :meth:`Plan.undo` when the full module is gathered. The dry run of `tuning` uses the
+same functions. torch's `parallelize_module` alone does not suffice: its styles make activations DTensors, know neither
+packed projections nor heads, and find no layers.
+
+Terms: a *style*, such as ``"colwise"``, names the parallel layer into which a layer is turned. A *layout*, such as
+``"S(0)"``, shards one parameter or buffer, and the unchanged code of its module runs on DTensors. A *region* is a
+module with the style ``"sequence_region"``, inside which activations are sharded (sequence parallelism, and ranks in
+squares or cubes).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +51,7 @@ from lightning_hybrid.tensor_parallel.styles import (
 )
 
 _PLAN = "tensor_parallel_plan"
-_WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
+_WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")  # all styles with a fixed suffix
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,13 @@ class Plan:
 
     Attributes:
         size: The number of tensor-parallel ranks.
-        rows: The layers that are parallelized.
-        torch_styles: The layers with styles of torch, by name.
-        reasons: The layers that could not be parallelized, and the reasons.
-        partial_grads: The unsharded parameters whose gradients are partial sums over the ranks.
-        shapes: The full shape of every sharded parameter and buffer.
+        rows: The layers that are parallelized, with one row for each style of a layer.
+        torch_styles: The layers with styles of torch, by name. They are not in `rows`.
+        reasons: The layers that the automatic plan could not parallelize, each with the reason as the end of a
+            sentence. Empty for a plan of the user.
+        partial_grads: The names of the unsharded parameters whose gradients are partial sums over the ranks. Gradient
+            synchronization all-reduces them.
+        shapes: The full shape of every parameter and buffer that `rows` shard, by name.
         mode: The way in which layers are sharded over the arrangement of the ranks.
     """
 
@@ -72,14 +86,18 @@ class Plan:
         device: torch.device,
         prepare: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Shard this rank's part of the module, and parallelize its layers.
+        """Shard the parameters of this rank's stages, and parallelize the layers of all stages, in place.
+
+        All ranks of the group must call it, because the first rank broadcasts the values of each parameter. It also
+        disables torch's fused inference of transformer layers.
 
         Args:
             module: The full module. Parameters of other stages are on the meta device and are not changed.
             mesh: The tensor-parallel axis, or the axes of the arrangement.
             group: The group of the same ranks.
             device: The device of the shards.
-            prepare: Called with the name of a layer before its parameters are sharded.
+            prepare: Called with the name of a module before each of its parameters is sharded, for example to
+                initialize the module.
         """
         sharder = Sharder(module, mesh, group, device)
         for row in self.rows:
@@ -104,13 +122,16 @@ class Plan:
                 layer.tensor_group = group
 
     def undo(self, module: nn.Module) -> None:
-        """Turn the layers back into the original layers. The caller unshards their parameters."""
+        """Turn the layers back into the original layers. The caller unshards their parameters before.
+
+        Layers with styles of torch are not changed.
+        """
         for row in self.rows:
             restore_layer(module.get_submodule(row.name))
         restore_fastpath(module)
 
     def param_splits(self) -> dict[str, ParamSplit]:
-        """Return the sharding of the parameters, by their names in the plan."""
+        """Return the sharding of the parameters and buffers, by their dotted names in the full module."""
         return {name: split for row in self.rows for name, split in row.parameters().items()}
 
 
@@ -123,7 +144,10 @@ def make_plan(
     arrangement: Arrangement | None = None,
     axes: Sequence[str] = STAGE_AXES,
 ) -> Plan:
-    """Resolve a plan.
+    """Resolve a plan. The module does not change.
+
+    The automatic plan runs copies of some blocks of the module (`auto_plan.trial`). Its results could differ between
+    machines, so the caller makes it on one rank and sends it to the others.
 
     Args:
         module: The full module; parameters may be on the meta device.
@@ -135,7 +159,8 @@ def make_plan(
         axes: The axes of the ranks that hold one stage, from the outermost on. Layouts name these axes.
 
     Raises:
-        ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
+        ValueError: If a pattern matches nothing, a style does not exist, a layer cannot have its style, styles or
+            layouts exclude each other, or a tied parameter would be sharded differently under its names.
     """
     check_styles(requested)
     mode = _mode_of(line(size) if arrangement is None else arrangement)
@@ -164,7 +189,7 @@ def _mode_of(arrangement: Arrangement) -> Mode:
 
 
 def plan_texts(requested: UserPlan | str | None) -> dict[str, str]:
-    """Return a plan as texts that the ranks compare: the order of the entries, and each style.
+    """Return a plan as texts that the ranks compare: the order of the entries, and each style, by name in messages.
 
     Args:
         requested: As for :func:`make_plan`.
@@ -219,6 +244,13 @@ def check_styles(requested: UserPlan | str | None) -> None:
 def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = STAGE_AXES) -> None:
     """Check the names and styles of a plan that is not used because there is only one tensor-parallel rank.
 
+    So a typo is found before the run that uses several ranks.
+
+    Args:
+        module: The full module.
+        requested: The user's plan.
+        axes: As for :func:`make_plan`.
+
     Raises:
         ValueError: If a pattern matches nothing, or a style does not exist.
     """
@@ -227,7 +259,11 @@ def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = ST
 
 
 def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict[str, Any]:
-    """Return the styles by module name. If several patterns match a module, the last one counts."""
+    """Return the styles by module name. If several patterns match a module, the last one counts.
+
+    Layouts of several parameters of a module are joined into one style of the module. An entry ``None`` is
+    ``"replicate"``. A module with several names gets its first name.
+    """
     first = {id(layer): name for name, layer in module.named_modules()}
     layers = dict(module.named_modules(remove_duplicate=False))
     names = [name for name in layers if name]
@@ -251,7 +287,16 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
 
 
 def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | None]) -> None:
-    """Add the split dimensions of parameters to the layout of their module. They replace earlier entries."""
+    """Add the split dimensions of parameters to the layout of their module. They replace earlier entries.
+
+    Args:
+        styles: The styles by module name, to which the layout is added.
+        owner: The name of the module.
+        dims: The split dimension of each parameter and buffer, by name; ``None`` if every rank has the full tensor.
+
+    Raises:
+        ValueError: If the module has a style already.
+    """
     before = styles.get(owner, "")
     is_layout_too = isinstance(before, str) and before.startswith(f"{LAYOUT}:")
     if before and not is_layout_too:
@@ -270,7 +315,13 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
 def _placed_tensors(
     module: nn.Module, pattern: str, layout: str | Mapping[str, str], axes: Sequence[str]
 ) -> dict[str, dict[str, int | None]]:
-    """Return the split dimension of each parameter and buffer that a pattern matches, by module and tensor name."""
+    """Return the split dimension of each parameter and buffer that a pattern matches, by module and tensor name.
+
+    The dimension is ``None`` if every rank has the full tensor.
+
+    Raises:
+        ValueError: If the pattern matches nothing, the layout is not supported, or a buffer has a layout already.
+    """
     found: dict[str, dict[str, int | None]] = {}
     tensors = dict(named_tensors(module))
     matching = [name for name in tensors if name_matches(name, pattern)]
@@ -294,6 +345,7 @@ def _placed_tensors(
 
 
 def _parts(style: str) -> list[str]:
+    """Return the styles that an entry such as ``"divide:num_heads + mask_per_head:8"`` joins."""
     return [part.strip() for part in style.split("+")]
 
 
@@ -307,6 +359,7 @@ def _is_known(style: object) -> bool:
 
 
 def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
+    """Raise an error if a module has two styles that each replace its computation, or the same wrapper twice."""
     beside = [STYLES[kind] for kind in WRAPPERS]
     for name, style in styles:
         names = [part.partition(":")[0] for part in _parts(style)]
@@ -319,6 +372,10 @@ def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
 
 
 def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, mode: Mode) -> Iterator[PlanRow]:
+    """Yield a row for each style of each layer, or raise an error if the layer cannot have the style.
+
+    Layers that the user's `configure_model` has sharded get no row.
+    """
     arrangement = mode.arrangement
     feature_parts = arrangement.feature_parts
     for name, style in ((name, part) for name, joined in styles for part in _parts(joined) if part != "replicate"):
@@ -404,7 +461,7 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
 
 
 def _partial_grads(module: nn.Module, rows: Iterable[PlanRow]) -> Iterator[str]:
-    """Yield the names of the parameters of layers that compute on sequence shards, or on shards of the heads."""
+    """Yield the names of the parameters of layers that compute on sequence shards, or on shards of the features."""
     for row in rows:
         if row.kind in STYLES and STYLES[row.kind].partial_grads:
             layer = module.get_submodule(row.name)

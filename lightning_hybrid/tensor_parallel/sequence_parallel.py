@@ -5,6 +5,11 @@
     body           layer 0       layer 1       layer 2        norm
     region         [ ............................ ]
     activations    scattered     shards        shards         gathered before the norm
+
+Each layer of this example has the style ``"sequence_region"``. Adjacent regions of an `nn.Sequential` pass shards, so
+the sequence is scattered and gathered only once. :class:`~.mode.Mode` calls :func:`assign_sequence_dims` while a plan
+is made, because a style describes one layer, but a region must know if its neighbors are regions too. In forward,
+`layers.SequenceRegion` scatters and gathers.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import nn
 
 from lightning_hybrid.tensor_parallel.styles import STYLES, PlanRow
 
+#: The kinds of styles that are removed from a plan without sequence parallelism.
 _FOR_SEQUENCES = frozenset(name for name, style in STYLES.items() if style.for_sequences)
 
 
@@ -25,13 +31,14 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
     """Add the options of sequence parallelism to the rows of a plan.
 
     Args:
-        rows: The rows of the plan.
+        rows: The rows of the plan, one for each style of a layer.
         module: The full module.
         sequence_parallel: True if sequences are sharded. If False, rows that only affect sequence parallelism are
             removed.
 
     Returns:
-        The rows. A row inside a region has the dimension along which sequences are sharded.
+        The rows. The row of a region, and each row inside it, has the dimension along which sequences are sharded.
+        Regions know if they scatter and gather, and column-wise layers if their input is gathered already.
 
     Raises:
         ValueError: If a style that computes on sequence shards is given to a layer outside all regions.
@@ -66,7 +73,10 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
 
 
 def count_uses(module: nn.Module) -> Counter[int]:
-    """Return how many times each layer occurs in a module, by the `id()` of the layer."""
+    """Return how many times each layer occurs in a module as a child, by the `id()` of the layer.
+
+    `PlanBuilder` does not shard a layer that occurs twice, for example a tied layer.
+    """
     return Counter(id(child) for parent in module.modules() for child in parent._modules.values() if child is not None)
 
 

@@ -1,4 +1,14 @@
-"""Explanations of shape errors in the code around parallel layers: the entry that the plan may lack."""
+"""Explanations of shape errors in the code around parallel layers: the entry that the plan may lack.
+
+If a user's plan shards a layer but not the code around it, torch raises an error such as "shape '[2, 8, 4, 16]' is
+invalid for input of size 512", which does not mention tensor parallelism. `StepContext.guard` calls
+:func:`explain_shape_error` with each error of a step, on the rank that raised it. A check before the run is not
+possible, because only the code of `forward` determines the shapes.
+
+Terms: a *column-wise* layer returns a shard of its output features, and a *row-wise* layer takes a shard of its input
+features. The *holder* is the innermost module whose `forward` raised the error and that contains parallel layers. A
+tensor is *whole* if it has all features, and a *part* if it has one rank's shard of them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +53,7 @@ _Misfit = Literal["part", "whole", "both"]
 
 
 def explain_shape_error(error: Exception, module: nn.Module) -> None:
-    """Add the plan entry that may be missing to a shape error of torch.
+    """Add the plan entry that may be missing to the text of a shape error of torch. Other errors are not changed.
 
     An error about an operator on DTensors is explained by :func:`explain_operator_error`.
 
@@ -58,7 +68,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
 
     Args:
         error: The error, whose text is changed.
-        module: The user's module.
+        module: The user's module, for the names of its submodules.
     """
     if explain_operator_error(error):
         return
@@ -120,7 +130,7 @@ class _Place:
         holder: The innermost module with parallel layers in it whose `forward` raised the error.
         called: The module that this `forward` called; ``None`` if its own code raised the error.
         names: The names of all modules, by their `id()`.
-        misfit: The tensor that does not match; ``None`` if it is unknown.
+        misfit: The kind of tensor that does not match, as :data:`_Misfit`; ``None`` if it is unknown.
     """
 
     holder: nn.Module
@@ -130,7 +140,7 @@ class _Place:
 
     @cached_property
     def columns(self) -> list[Any]:
-        """The layers inside the holder that return a shard of their output features."""
+        """The column-wise layers inside the holder whose outputs are not gathered."""
         return [each for each in _columns(self.holder).values() if not each.gather_output]
 
     @property
@@ -141,12 +151,12 @@ class _Place:
 
     @property
     def reads_whole_width(self) -> bool:
-        """True if the code uses the full input width for a shard, and `narrow_input` would be wrong."""
+        """True if the code applies the full width of its input to a shard, and `narrow_input` would be wrong."""
         use = _input_use(self.holder)
         return self.misfit != "whole" and bool(self.own_columns) and use.reads_width and not use.can_be_narrow
 
     def missing_entries(self) -> dict[str, str]:
-        """Return the entries that the plan may lack, or may have with another style."""
+        """Return the entries that the plan may lack, or may have with another style: styles by pattern of names."""
         called: Any = self.called
         if isinstance(called, nn.Linear):
             return self._around(called)
@@ -218,7 +228,14 @@ class _Place:
 
 
 def _misfit(text: str, size: int) -> _Misfit | None:
-    """Return the tensor that an error is about, if one of its sizes is `size` times another."""
+    """Return the kind of tensor that an error is about, or ``None``.
+
+    It is known if one size in the text is `size` times another one, or if too few values were unpacked.
+
+    Args:
+        text: The text of the error.
+        size: The number of tensor-parallel ranks.
+    """
     found: tuple[int, int] | None = None
     if match := re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", text):
         wanted = [int(number) for number in match[1].split(",")]
@@ -256,7 +273,7 @@ def _divided_in(module: nn.Module) -> list[ParallelLayer]:
 
 
 def _columns(module: nn.Module) -> dict[str, Any]:
-    """Return the layers in a module that are sharded along their output features."""
+    """Return the column-wise layers in a module, by path."""
     return {name: part for name, part in module.named_modules() if isinstance(part, ColumnParallelLinear)}
 
 

@@ -1,4 +1,10 @@
-"""The sharding of parameters and buffers over the tensor-parallel ranks, as DTensors."""
+"""The sharding of parameters and buffers over the tensor-parallel ranks, as DTensors.
+
+`Plan.apply` shards the parameters of each layer of a plan with a :class:`Sharder`, before the first step.
+`strategy.gather` makes full tensors again with :func:`unshard`. Trials of blocks (`auto_plan.trial`) use
+:func:`shards_of` in one process. torch's `distribute_tensor` does not suffice, because it cannot split each block of a
+packed parameter separately, and does not keep ties.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,11 @@ from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 class Sharder:
-    """A function object that shards parameters and buffers. Tied parameters stay tied.
+    """An object that shards parameters and buffers of one module, one by one. Tied parameters stay tied.
 
     Args:
-        module: The full module. Parameters without values may get values before they are sharded, but ties must not
-            change.
+        module: The full module. Parameters on the meta device may get values before they are sharded, but ties must not
+            change after this object is created.
         mesh: The axis of the tensor-parallel ranks, or the axes of their grid.
         group: The group of the same ranks.
         device: The device of the shards.
@@ -47,8 +53,9 @@ class Sharder:
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
-        All ranks use the values of the first rank of the group. All modules that hold the tensor get the shard. If
-        the layer has no such tensor, if the tensor is on the meta device, or if it is sharded already, nothing happens.
+        All ranks of the group must call it, because the first rank broadcasts its values, which all ranks use. All
+        modules that hold the tensor get the shard, with the attributes of the tensor. If the layer has no such tensor,
+        if the tensor is on the meta device, or if it is sharded already, nothing happens.
 
         Args:
             module: The module that has the parameter or buffer.
@@ -81,7 +88,10 @@ class Sharder:
 
 
 def _stacked_shard(tensor: Tensor, split: ParamSplit, rank: int, size: int) -> Tensor:
-    """Return a rank's shard of a full tensor, as a view with a dimension for the blocks before `split.dim`."""
+    """Return a rank's shard of a full tensor, as a view with a dimension for the blocks before `split.dim`.
+
+    Writes into the view change the full tensor.
+    """
     dim, shape = split.dim, tensor.shape
     view = tensor.view(*shape[:dim], split.blocks, shape[dim] // split.blocks, *shape[dim + 1 :])
     for each, parts, index in split.cuts(rank, size):
@@ -90,10 +100,10 @@ def _stacked_shard(tensor: Tensor, split: ParamSplit, rank: int, size: int) -> T
 
 
 def unshard(shards: Sequence[Tensor], split: ParamSplit) -> Tensor:
-    """Return the full tensor from the shards that a :class:`Sharder` made.
+    """Return the full tensor from the shards that a :class:`Sharder` made. Nothing is communicated.
 
     Args:
-        shards: The shards of all ranks, in the order of the ranks.
+        shards: The shards of all ranks, in the order of the ranks, as plain tensors.
         split: The way in which the tensor is sharded.
     """
     size, shape = len(shards), list(shards[0].shape)
@@ -107,7 +117,7 @@ def unshard(shards: Sequence[Tensor], split: ParamSplit) -> Tensor:
 
 
 def shards_of(tensor: Tensor, split: ParamSplit, size: int) -> list[Tensor]:
-    """Return the shard of each rank. This is the inverse of :func:`unshard`.
+    """Return the shard of each rank, as a plain tensor. This is the inverse of :func:`unshard`.
 
     Args:
         tensor: The full tensor.

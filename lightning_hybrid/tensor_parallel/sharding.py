@@ -1,4 +1,10 @@
-"""The sharding of one dimension of a tensor, such as the positions of a sequence or the classes of logits."""
+"""The sharding of one dimension of a tensor, such as the positions of a sequence or the classes of logits.
+
+:class:`Shares` has the positions of each rank, and :class:`Sharding` the dimension of a tensor that holds them. Sharded
+activations (`sharded_activation`), the logits of `vocab_parallel` and all of `context_parallel` use both. DTensor's
+`Shard` cannot describe these shards: it knows no pieces in another order, no slices, and no dimension that holds
+several sequences. In names, "share" means shard: the part of a tensor that one rank has.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,8 @@ from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather
 class Shares:
     """The positions of a dimension that each rank has: one consecutive piece, or two pieces.
 
-    With two pieces, all ranks have the same amount of work under a causal mask::
+    If the positions cannot be divided evenly, some pieces are one position longer. With two pieces, all ranks have
+    about the same amount of work under a causal mask::
 
         position      0 1 2 3 4 5 6 7
         consecutive   0 0 1 1 2 2 3 3     rank of each position
@@ -26,10 +33,10 @@ class Shares:
     Args:
         total: The number of positions, for example the length of a sequence.
         group: The ranks.
-        balanced: True if each rank has two pieces.
+        balanced: True if each rank has two pieces, one from each half of the dimension.
 
     Attributes:
-        pieces: The first position and the length of each piece of each rank.
+        pieces: For each rank, its pieces; each piece is its first position and its length.
         lengths: The number of positions of each rank.
         length: The number of positions of this rank.
     """
@@ -85,7 +92,11 @@ class Shares:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def in_order(self, shares: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor from the shards of all ranks, along the first dimension."""
+        """Return the full tensor from the shards of all ranks, along the first dimension.
+
+        Args:
+            shares: The shards in the order of the ranks. They may be longer, with padding at the end.
+        """
         parts: list[tuple[int, Tensor]] = []
         for share, of_rank in zip(shares, self.pieces, strict=True):
             offset = 0
@@ -107,7 +118,7 @@ class Sharding(NamedTuple):
     Attributes:
         dim: The dimension.
         shares: The positions of each rank.
-        outer: The number of sequences along the dimension.
+        outer: The number of sequences along the dimension. Each rank has its positions of every sequence.
         inner: The number of entries of each position in each sequence.
     """
 
@@ -143,15 +154,16 @@ class Sharding(NamedTuple):
         return self.split(x, lambda x, dim, shares: shares.own(x, dim))
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the full tensor from the shards of all ranks. This is a collective without a gradient."""
+        """Return the full tensor from the shards of all ranks. This is a collective, and has no gradient."""
         return self._apply(share, self.shares.length, all_gather_shares)
 
     def split(self, x: Tensor, function: Callable[[Tensor, int, Shares], Tensor]) -> Tensor:
-        """Apply a function that splits a full tensor.
+        """Apply a function that splits a full tensor, such as :meth:`Shares.own` or `scatter_to_cp`.
 
         Args:
             x: The full tensor.
-            function: Receives the tensor, a dimension that holds only the divided positions, and the shares.
+            function: Receives the tensor, a dimension that holds only the divided positions, and the shares. Returns
+                the shard.
         """
         return self._apply(x, self.shares.total, function)
 
@@ -180,7 +192,10 @@ class Sharding(NamedTuple):
 
 
 def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """All-gather shards along a dimension. It has no gradient."""
+    """All-gather shards along a dimension, and return the full tensor. It has no gradient.
+
+    Shards of different lengths are padded for the collective.
+    """
     group, lengths = shares.group, shares.lengths
     longest = max(lengths)
     own = padded(x.movedim(dim, 0), longest)
@@ -192,7 +207,7 @@ def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
 
 
 def padded(x: Tensor, length: int) -> Tensor:
-    """Return a contiguous tensor, padded with zero rows to a length."""
+    """Return a contiguous tensor, padded with zero rows (entries of the first dimension) to a length."""
     if len(x) == length:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])

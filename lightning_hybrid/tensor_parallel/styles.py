@@ -1,4 +1,10 @@
-"""The styles of a plan: the parallel layer into which each style turns a layer, and the sharding of its parameters."""
+"""The styles of a plan: the parallel layer into which each style turns a layer, and the sharding of its parameters.
+
+`plan` finds the style of each layer with :func:`find_style`, stores its parameter splits in a :class:`PlanRow`, and
+applies it before the first step. `strategy.gather` and `strategy.summary` read the same splits after the run and for
+the printed table, so a split is data (:class:`ParamSplit`) and not a function that shards. `grid.styles` has the styles
+for ranks in a square or cube.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,8 @@ class ParamSplit:
     Attributes:
         path: The dotted name relative to the layer.
         dim: The dimension that is split.
-        blocks: The number of equal blocks along this dimension. Each block is split separately.
+        blocks: The number of equal blocks along this dimension, such as 3 for packed queries, keys and values. Each
+            block is split separately.
     """
 
     path: str
@@ -54,19 +61,20 @@ class ParamSplit:
         return local
 
     def transposed(self) -> ParamSplit:
-        """Return the sharding of the transposed parameter."""
+        """Return the sharding of the transposed parameter, which has two dimensions."""
         return replace(self, dim=1 - self.dim)
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One layer of a plan.
+    """One layer of a plan with one of its styles.
 
     Attributes:
-        name: The dotted name of the layer.
-        style: The name of its style.
-        param_splits: The sharding of its parameters.
-        sequence_dim: The dimension of activations along which sequences are sharded around the layer, or ``None``.
+        name: The dotted name of the layer in the full module.
+        style: The name of the style, with its arguments after a colon.
+        param_splits: The sharding of its parameters, and of buffers with a layout. Other parameters are replicated.
+        sequence_dim: The dimension of activations along which sequences are sharded around the layer; ``None`` if they
+            are not sharded.
         options: Attributes of the parallel layer, in addition to the attributes of the style.
     """
 
@@ -91,14 +99,16 @@ class Style:
     """The way in which layers of some classes are parallelized.
 
     Attributes:
-        classes: The layer classes that the style supports. Their `forward` must be torch's own.
+        classes: The layer classes that the style supports. A subclass must not override `forward`, except of
+            `nn.Module`, for which any class is supported.
         mixin: The class of parallel layers that they become; ``None`` if they do not change.
         param_splits: Returns the sharding of the parameters of a layer.
-        attributes: Attributes of the parallel layer.
+        attributes: Attributes of the parallel layer, by name.
         partial_grads: True if the gradients of its unsharded parameters come only from this rank's shard of the
             activations. They are then partial sums over the ranks.
-        for_sequences: True if the style has an effect only under sequence parallelism.
-        head_parts: The number of parts into which heads are divided; ``None`` if they are divided over all ranks.
+        for_sequences: True if the style has an effect only in regions: in a line, only under sequence parallelism.
+        head_parts: The number of parts into which the heads of an attention are divided; ``None`` if they are divided
+            over all ranks.
     """
 
     classes: tuple[type[nn.Module], ...]
@@ -113,7 +123,7 @@ class Style:
         """Return the reason why a layer cannot have this style, as the end of a sentence; ``None`` if it can.
 
         Args:
-            layer: The layer.
+            layer: The layer. Its parameters have their full shapes.
             size: The number of ranks.
         """
         base = next((base for base in self.classes if isinstance(layer, base)), None)
@@ -154,7 +164,12 @@ class Style:
         return None
 
     def apply(self, layer: nn.Module, **attributes: Any) -> None:
-        """Turn a layer into a parallel layer. :class:`~.shard.Sharder` shards its parameters."""
+        """Turn a layer into a parallel layer. :class:`~.shard.Sharder` shards its parameters.
+
+        Args:
+            layer: The layer, whose class is changed in place. Nothing happens for a style without a `mixin`.
+            attributes: More attributes of the parallel layer, such as its group. They replace `Style.attributes`.
+        """
         if self.mixin is not None:
             parallelize_layer(layer, self.mixin, **{**self.attributes, **attributes})
 
@@ -167,6 +182,7 @@ def _weight_and_bias(dim: int, blocks: int = 1, *, bias: bool = True) -> Callabl
     return param_splits
 
 
+#: The parameters of the input projections of `nn.MultiheadAttention`, each with its number of packed projections.
 IN_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
 
 
@@ -186,7 +202,8 @@ def _row(*, scatter_input: bool = False) -> Style:
     return Style((nn.Linear,), layers.RowParallelLinear, splits, attributes)
 
 
-#: The styles by name. A style that other libraries have too has the same name here.
+#: The styles by name. Names of transformers are used where a style is the same, with a few exceptions, see
+#: `auto_plan.hf_plan`.
 STYLES: dict[str, Style] = {
     "replicate": Style((nn.Module,), None),
     "colwise": _column(),
@@ -214,12 +231,13 @@ STYLES: dict[str, Style] = {
 #: Styles that take arguments after a colon, and that can be combined with another style.
 WRAPPERS = {"divide", "local_rng", "narrow_input", "mask_per_head"}
 
-#: The kind of the style that replaces plan entries for parameters. It belongs to the module that has the parameters.
+#: The kind of the internal style that replaces plan entries for parameters. It belongs to the module that has them, and
+#: has the form of :func:`layout_style`.
 LAYOUT = "layout"
 
 
 def layout_style(dims: Mapping[str, int]) -> str:
-    """Return the style of a module whose parameters have layouts.
+    """Return the style of a module whose parameters have layouts, for example ``"layout:weight=S(0),bias=S(0)"``.
 
     Args:
         dims: The split dimension of each parameter, by name.
@@ -234,7 +252,14 @@ def layout_dims(style: str) -> dict[str, int]:
 
 
 def find_style(name: str, layer: nn.Module) -> Style:
-    """Return the style with a name. Some names are different styles for a linear layer and for an embedding."""
+    """Return the style with a name, for ranks in a line.
+
+    Some names are different styles for a linear layer and for an embedding.
+
+    Args:
+        name: The name of the style, with its arguments after a colon. `plan.check_styles` has checked it.
+        layer: The layer.
+    """
     kind = name.partition(":")[0]
     if kind == "vocab" and isinstance(layer, nn.Linear):
         kind = "vocab_head"
@@ -254,7 +279,7 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def transposed(style: Style) -> Style:
-    """Return the style for layers whose weight is transposed."""
+    """Return the style for layers whose weight is transposed: `Conv1D` of transformers."""
 
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
         splits = style.param_splits(layer)

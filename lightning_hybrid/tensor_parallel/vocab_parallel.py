@@ -1,9 +1,12 @@
 """Logits whose classes are sharded over the tensor-parallel ranks, as a subclass of `Tensor`.
 
-The user's step can do anything with logits: slices, masks, `view(-1, vocabulary)`, cross-entropy in any form.
-Operations that are elementwise, or that act on other dimensions than the classes, run on the shards. For losses, ranks
-send a few numbers per sample. For all other operations, the shards are gathered once, and the result is an ordinary
-tensor.
+A language-model head with the style ``"vocab"`` (`layers.VocabParallelHead`) returns them to the user's step. The step
+can do anything with logits: slices, masks, `view(-1, vocabulary)`, cross-entropy in any form. The functions of
+`_ELEMENTWISE`, views, slices and masks of other dimensions than the classes run on the shards. For cross-entropy,
+`log_softmax` and `argmax`, ranks send a few numbers per sample. For all other operations, the shards are gathered once,
+and the result is an ordinary tensor. `StepContext` converts logits that leave the step with :func:`to_plain_tensors`.
+
+"Vocabulary" and "classes" mean the same dimension. :class:`ShardedActivation` explains handlers and valid shards.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class VocabParallelLogits(ShardedActivation):
 
     @classmethod
     def from_local(cls, shard: Tensor, group: TensorGroup) -> VocabParallelLogits:
-        """Return logits from this rank's shard.
+        """Return logits from this rank's shard, in the graph of the shard.
 
         Args:
             shard: Shape ``(..., classes / T)``.
@@ -63,15 +66,15 @@ class VocabParallelLogits(ShardedActivation):
 
     @staticmethod
     def to_plain(leaf: Any) -> Any:
-        """Convert sharded logits and DTensors, such as the weight of the head, to ordinary tensors."""
+        """Convert sharded logits and DTensors, such as the weight of the head, to ordinary tensors. A collective."""
         return full_tensor(plain(leaf))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a text with only this rank's values."""
+        """Return a text with only this rank's values, so that one rank alone can print logits."""
         return f"VocabParallelLogits(shape={tuple(self.shape)}, class_dim={self.sharding.dim}, shard={self._local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return the pickle of an ordinary tensor."""
+        """Return the pickle of an ordinary tensor. All ranks must call it, because it can gather the shards."""
         return self.full_tensor().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -79,7 +82,10 @@ class VocabParallelLogits(ShardedActivation):
 
 
 def to_plain_tensors(value: Any) -> Any:
-    """Convert the sharded logits and DTensors in a tree of values to ordinary tensors."""
+    """Convert the sharded logits and DTensors in a tree of values to ordinary tensors. All ranks must call it.
+
+    `StepContext` calls it with the results of the user's step and of stages.
+    """
     if type(value) is Tensor:
         return value
     leaves, spec = flatten(value)
@@ -142,7 +148,7 @@ def _log_softmax(func: Function, args: Any, kwargs: Any) -> Any:
 
 @VocabParallelLogits.implements(F.cross_entropy, F.nll_loss)
 def _loss_of_classes(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle `cross_entropy` of logits, and `nll_loss` of the results of `log_softmax`."""
+    """Handle `cross_entropy` of logits, and `nll_loss` of the results of `log_softmax`. The target must be plain."""
     scores, target, options = loss_arguments(*args, **kwargs)
     dim = 0 if scores.ndim == 1 else 1  # the dimension in which torch's losses expect classes
     is_plain = not isinstance(target, VocabParallelLogits) and not target.requires_grad

@@ -1,4 +1,12 @@
-"""Hooks that receive a batch before its step: which hooks read the batch, and the random numbers that hooks draw."""
+"""Hooks that receive a batch before its step: which hooks read the batch, and the random numbers that hooks draw.
+
+With DDP, each rank has its own batch, and runs the hooks for it alone. Here, all ranks of a model group (the ranks that
+hold one replica) run the hooks for the same batch, also hooks at its end. This has two consequences:
+
+- A batch can stay on the host, and be sent only to ranks that read it, unless a hook outside of the step reads it.
+  `DataLoaderPreparer` and `Run.moves_batches` call :func:`batch_reading_hooks` to find such hooks.
+- Hooks must draw equal random numbers on all ranks. `Run.install` installs :class:`SeededBatchHooks` for this.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import wrap_before_batch_transfer
 from lightning_hybrid.trainer.run_callback import RunCallback
 
-# Seed coordinates of hooks; steps use 0 to 3.
+# The first seed coordinates of hooks; steps have 0 to 3.
 _TRANSFER, _BATCH_START = 4, 5
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -30,14 +38,16 @@ _EVALUATION_HOOKS = tuple(
 def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> list[str]:
     """Return the hooks that receive a batch outside of a step, and may expect all of it on the device.
 
-    Lightning's own callbacks receive the batch but do not read it, except for :class:`ThroughputMonitor`.
+    These are batch-transfer hooks, and hooks at the start or end of a batch. Callbacks of Lightning and of this package
+    receive the batch but do not read it, except for :class:`ThroughputMonitor`.
 
     Args:
         module: The user's module, attached to a Trainer with callbacks and perhaps a data module.
         training: True for the hooks of training batches, False for the hooks of evaluation batches.
 
     Returns:
-        The names of the hooks. If there are none, a batch may stay on the host until a step needs it.
+        The names of the hooks, such as ``"MyCallback.on_train_batch_start"``. If there are none, a batch may stay on
+        the host until a step needs it, and a rank may receive only the tensors that its steps read.
     """
     trainer: Any = module.trainer
     of_batches = _BATCH_HOOKS if training else _EVALUATION_HOOKS
@@ -52,12 +62,16 @@ def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> li
 
 
 def pinned(batch: Any) -> Any:
-    """Return a batch with its tensors in pinned host memory, so that copies to the device are asynchronous."""
+    """Return a batch with its tensors in pinned host memory, so that copies to the device are asynchronous.
+
+    `HybridStrategy.batch_to_device` calls this for a CUDA device. Lazy tensors, whose values have not been received,
+    and tensors on a device do not change.
+    """
     return map_leaves(lambda leaf: leaf if isinstance(leaf, LazyTensor) else tensor_bytes.pinned(leaf), batch)
 
 
 class SeededBatchHooks(RunCallback):
-    """Makes hooks that run before a step draw the same random numbers on every rank of a model group.
+    """A callback with which hooks before a step draw the same random numbers on every rank of a model group.
 
     For example, a callback that mixes samples at the start of a batch (mix-up) must draw equal numbers on the first
     stage, where it changes the inputs, and on the last stage, where it changes the labels. This callback runs before
@@ -69,6 +83,10 @@ class SeededBatchHooks(RunCallback):
         on_*_batch_start of other classes                     | draw
         step, or the end of the epoch      <------------------' generators restored
 
+    The Trainer calls the hooks of this class, but only if the model group has several ranks.
+    `HybridStrategy.batch_to_device` enters :meth:`transfer`. The steps of `HybridStrategy` restore the generators
+    before the user's step.
+
     Args:
         streams: The random streams of this rank.
         alone: True if the model group has only this rank; transfer hooks then draw as in a single process.
@@ -77,11 +95,14 @@ class SeededBatchHooks(RunCallback):
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
-        self._draws: bool | None = None  # True if there are transfer hooks, which may draw
+        self._draws: bool | None = None  # True if there are transfer hooks, which may draw; `None` until looked up
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:
-        """While entered, seed before `on_before_batch_transfer`, which Lightning calls without the strategy."""
+        """While entered, seed before `on_before_batch_transfer`, which Lightning calls without the strategy.
+
+        Entered for a whole run. At the end, the generators are restored.
+        """
         self._draws = None
         with wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True)):
             try:
@@ -90,12 +111,15 @@ class SeededBatchHooks(RunCallback):
                 self.close()
 
     def close(self) -> None:
-        """Restore the generators after the hooks at the start of a batch."""
+        """Restore the generators after the hooks at the start of a batch. A second call does nothing."""
         self._streams.end_hooks()
 
     @contextmanager
     def transfer(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
-        """Seed the generators for the batch-transfer hooks, and restore the generators afterwards.
+        """Seed the generators for the batch-transfer hooks, and restore the generators afterward.
+
+        If the model group has only this rank, or there are no such hooks, do nothing. In evaluation, each call
+        increases a counter, so all ranks of a model group must enter this equally often.
 
         Args:
             module: The user's module.
@@ -117,6 +141,11 @@ class SeededBatchHooks(RunCallback):
             yield
 
     def _begin(self, *coordinates: int) -> None:
+        """Seed the generators for the hooks at the start of a batch.
+
+        Args:
+            coordinates: 1 for training and 0 for evaluation, and the number of the batch.
+        """
         self.close()  # a hook may have skipped the previous batch, so no step has closed it
         self._streams.begin_hooks(_BATCH_START, *coordinates)
 
@@ -127,7 +156,7 @@ class SeededBatchHooks(RunCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Seed by the number of the evaluation batch since the run began."""
+        """Seed by a counter of evaluation batches, which checkpoints contain; tests and predictions use it, too."""
         self._begin(0, self._streams.next_number("starts of evaluation batches"))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

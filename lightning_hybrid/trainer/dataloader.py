@@ -1,9 +1,19 @@
 """Data loaders of the Trainer: samples are split over the replicas, and the ranks of a model group get equal batches.
 
-The strategy calls :class:`DataLoaderPreparer` in `process_dataloader`. It wraps the user's loader::
+A *model group* consists of the ranks that hold one replica. The Trainer passes each loader to
+`HybridStrategy.process_dataloader`, which calls the :class:`DataLoaderPreparer` of the `World`. It wraps the user's
+loader::
 
     user's loader -> samples of a replica -> equal numbers of batches -> equal batches in a model group -> exact resume
                      (ReplicaSampler)        (EndTogetherLoader)         (SharedLoader, ComparedLoader)    (.resume)
+
+Not every loader needs all wrappers. Loaders for predictions get no :class:`EndTogetherLoader`, and only training
+loaders are resumed.
+
+Lightning would add a `DistributedSampler`, which changes the order of the samples, and each rank would load its batches
+itself, with its own random augmentations.
+
+Iterations of these loaders are collectives, so all ranks must iterate them together.
 """
 
 from __future__ import annotations
@@ -42,14 +52,14 @@ from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
 
 class DataLoaderPreparer:
-    """Prepares the user's loaders for the ranks, in place of Lightning.
+    """A function object that prepares the user's loaders for the ranks, in place of Lightning.
 
     Lightning's sampler shuffles training data even if the user's loader does not. This class keeps the user's order.
 
     Args:
         mesh: The ranks.
         device: The device of this rank.
-        resume: Restores the position of a checkpoint.
+        resume: Knows whether a checkpoint was loaded, whose position is restored later.
         share: If True, one rank of each model group loads the batches for all of its ranks.
         fetch: Fetches tensors that were not sent to this rank because it did not read them before; ``None`` if all
             tensors are sent.
@@ -72,7 +82,7 @@ class DataLoaderPreparer:
         self._requested: bool | None = None  # the user's `Trainer(use_distributed_sampler=...)`
 
     def attach(self, trainer: Trainer) -> None:
-        """Prevent Lightning from adding its own samplers."""
+        """Prevent Lightning from adding its own samplers in a run, and note the user's `use_distributed_sampler`."""
         self._requested = internals.set_use_distributed_sampler(trainer, False)
 
     def detach(self, trainer: Trainer) -> None:
@@ -81,7 +91,20 @@ class DataLoaderPreparer:
             internals.set_use_distributed_sampler(trainer, self._requested)
 
     def __call__(self, loader: object, trainer: Trainer) -> object:
-        """Return a loader of this replica's samples, with equal batches on all ranks of the model group."""
+        """Return a loader with equal batches on all ranks of the model group; every rank calls this.
+
+        With `Trainer(use_distributed_sampler=True)`, the samples of a `DataLoader` are split over the replicas.
+        Otherwise, the user has split them.
+
+        Args:
+            loader: The user's loader, any iterable.
+            trainer: The Trainer, in the stage for which the loader is used.
+
+        Raises:
+            ValueError: If a `DistributedSampler` is for another number of replicas, or if a replica without samples to
+                predict has parameter shards that others need.
+            TypeError: If the batch sampler has no attribute `sampler`.
+        """
         divide, stage = bool(self._requested), trainer.state.stage
         pins = self._device.type == "cuda"
         # Reads in hooks are not recorded, and evaluation steps read whole batches on few stages: send all tensors.
@@ -109,7 +132,10 @@ def prepare_loader(
     pin_memory: bool = False,
     fetch: LeafFetch | None = None,
 ) -> object:
-    """Return a loader of this replica's samples, with equal batches on all ranks of the model group.
+    """Return a loader with equal batches on all ranks of the model group; every rank calls this.
+
+    With `PL_SEED_WORKERS`, the `worker_init_fn` of the loader is set if it has none, also if the user's loader itself
+    is used.
 
     Args:
         loader: The user's loader, any iterable.
@@ -117,9 +143,13 @@ def prepare_loader(
         divide: If True, the samples of a `DataLoader` are split over the replicas.
         share: If True, one rank of the model group loads and sends each batch. If False, all ranks load, and compare
             checksums.
-        stage: The Trainer's current stage.
+        stage: The Trainer's current stage. When predicting, replicas may have different numbers of batches.
         pin_memory: If True, batches are received in pinned memory.
         fetch: As for :class:`DataLoaderPreparer`.
+
+    Raises:
+        ValueError: If a `DistributedSampler` is for another number of replicas.
+        TypeError: If the batch sampler has no attribute `sampler`.
     """
     if divide and isinstance(loader, DataLoader):
         # If one rank of each model group loads, the loading ranks are a data-parallel group; otherwise all ranks load.
@@ -162,13 +192,14 @@ def replica_order(loader: object, num_replicas: int, *, divide: bool) -> Replica
 
 
 class ReplicaSampler(Sampler[Any]):
-    """Yields every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
+    """A sampler of every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
 
     torch's `DistributedSampler` draws its own order. This sampler keeps the order of a single process: with a batch of
     `b` samples on each of `n` replicas, a step uses the samples that a single process uses with batches of ``n b``.
+    Creating an iterator is a collective over ``group``.
 
     Args:
-        sampler: The user's sampler.
+        sampler: The user's sampler, of which only the order on the first rank of the group is used.
         num_replicas: The data-parallel size.
         rank: The data rank.
         group: The ranks that iterate together; its first rank broadcasts the order.
@@ -209,7 +240,8 @@ def _shard(
     """Return a copy of a loader that loads only this replica's samples.
 
     Args:
-        loader: The user's loader. A loader with an iterable dataset or a `DistributedSampler` is returned unchanged.
+        loader: The user's loader. It is returned unchanged if it has an iterable dataset or a `DistributedSampler`, or
+            if there is one replica.
         mesh: The ranks.
         group: The ranks that iterate together.
         stage: The Trainer's current stage. When predicting, no samples are repeated.
@@ -248,7 +280,7 @@ def _shard(
 
 
 def _has_equal_lengths(loader: object) -> bool:
-    """Return True if a loader has the same number of batches on every replica."""
+    """Return True if a loader certainly has the same number of batches on every replica."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches = internals.unwrap_batch_sampler(loader.batch_sampler)
@@ -257,7 +289,7 @@ def _has_equal_lengths(loader: object) -> bool:
 
 
 class EndTogetherLoader(LoaderWrapper):
-    """Iterates the loader of each replica until the first replica has no more batches.
+    """A loader that iterates the loader of each replica until the first replica has no more batches.
 
     Replicas take part in the same collectives in each step. If a replica had fewer batches, the others would wait for
     it. Therefore, each batch is fetched on all replicas before any replica yields it, which costs one small message
@@ -285,6 +317,7 @@ class EndTogetherLoader(LoaderWrapper):
         return self._until_first_end(iter(self._loader))
 
     def _until_first_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches until a replica has no more batches; a collective over the replicas for each batch."""
         for number in count():
             found = list(islice(batches, 1))
             group, having = self._group(), torch.tensor(len(found))
@@ -295,6 +328,7 @@ class EndTogetherLoader(LoaderWrapper):
             yield found.pop()
 
     def _warn(self, number: int, having: int, num_replicas: int) -> None:
+        """Warn once if the epoch ends after a number of batches although some replicas have another batch."""
         if having and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -310,7 +344,7 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
     On a rank whose loader has the length 0, Lightning raises an error or skips hooks.
 
     Args:
-        loader: The loader of this replica. Each sample is predicted once, so a replica may have none.
+        loader: The loader of this replica, for predictions. Each sample is predicted once, so a replica may have none.
         mesh: The ranks. All replicas must call this function together.
         predicts_alone: As for :class:`DataLoaderPreparer`.
 
@@ -346,10 +380,11 @@ class EmptyLoader(LoaderWrapper):
 
 
 class SharedLoader(LoaderWrapper):
-    """Iterates the loader on one rank of the model group, which sends each batch and the end to the other ranks.
+    """A loader that is iterated on one rank of the model group, which sends each batch and the end to the other ranks.
 
     If each rank loaded its own batches, random augmentations and worker seeds could differ without an error. The first
-    stage's inputs and the last stage's labels would then belong to different samples.
+    stage's inputs and the last stage's labels would then belong to different samples. An error of the loader is also
+    sent, and becomes a `PeerFailedError` on the other ranks.
 
     Args:
         loader: The loader. Every rank creates it; one rank iterates it.
@@ -372,6 +407,7 @@ class SharedLoader(LoaderWrapper):
         return self._load(batches, error)
 
     def _load(self, batches: Iterator[Any], error: Exception | None) -> Iterator[Any]:
+        """Yield the batches of the loader, or raise its error. Each batch is sent before it is yielded."""
         try:
             self._settle()
             if error is not None:
@@ -388,10 +424,12 @@ class SharedLoader(LoaderWrapper):
         self._exchange.end()
 
     def _settle(self) -> None:
+        """Exchange which ranks have read the tensors of earlier batches; every rank calls this before each batch."""
         if self._readers is not None:
             self._readers.settle()
 
     def _receive(self) -> Iterator[Any]:
+        """Yield the batches that the loading rank sends, and record the indices of their samples for predictions."""
         recorded: list[list[int]] = []
         internals.set_recorded_batch_indices(self._loader, recorded)
         with suppress(StopIteration):  # the loading rank has no more batches
@@ -404,7 +442,9 @@ class SharedLoader(LoaderWrapper):
 
 
 class ComparedLoader(LoaderWrapper):
-    """Iterates the loader on every rank, and compares checksums of the batches over the model group.
+    """A loader that is iterated on every rank, and compares checksums of the batches over the model group.
+
+    An iterator raises a `ValueError` on all ranks of the model group if a batch differs, or a rank has fewer batches.
 
     Args:
         loader: The loader.
@@ -419,6 +459,7 @@ class ComparedLoader(LoaderWrapper):
         return self._compared(iter(self._loader))
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches that are equal on all ranks. After the last batch, a rank compares 0, which no batch has."""
         number = -1
         for number, batch in enumerate(iterator):
             self._compare(checksum(batch), number)
@@ -426,6 +467,7 @@ class ComparedLoader(LoaderWrapper):
         self._compare(0, number + 1)
 
     def _compare(self, value: int, number: int) -> None:
+        """Compare the checksum of a batch with the other ranks of the model group, and raise an error if it differs."""
         group, own = self._group(), torch.tensor([value], dtype=torch.int64)
         all_values = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(all_values, own, group=group)
@@ -439,7 +481,10 @@ class ComparedLoader(LoaderWrapper):
 
 
 def checksum(batch: Any) -> int:
-    """Return a checksum of a batch: CRC-32 over the bytes of all leaves, plus 1, so that it is never 0."""
+    """Return a checksum of a batch: CRC-32 over the bytes of all leaves, plus 1, so that it is never 0.
+
+    Shapes and dtypes of tensors count, too. `trainer.debug.desync` also uses this function.
+    """
     value = 1
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):

@@ -1,13 +1,22 @@
 """The exit of a rank after an exception: it leaves its process groups first, and prints the cause once per job.
 
-The rank that raised the exception prints the traceback, with only the user's frames. The other ranks print one line.
+The rank that raised the exception prints the traceback, mostly with only the user's frames. A rank that ends because of
+this exception prints one line. If all ranks raise the same error, only the first one prints it, unless the launcher
+leaves the other ranks running.
 
 ::
 
-    rank 1, which raised the exception                the other ranks
+    rank 1, which raised the exception                a rank that ends because of it
     [rank1]: Traceback (most recent call last):       [rank0]: RuntimeError: Rank 1 (...), action 1F0, failed: ...
     [rank1]:   File "train.py", line 12, in ...
     [rank1]: ValueError: ...
+
+`World` makes the callback. After an exception, the Trainer calls :meth:`ExceptionCallback.on_exception` first, and then
+`HybridStrategy.on_exception`, which calls :meth:`ExceptionCallback.leave` again and :func:`print_shortly`. After an
+exception inside a step, `StepContext.guard` has already left the groups.
+
+Without this file, each rank would print its own traceback, and callbacks that save after an exception would wait
+forever for ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -43,7 +52,7 @@ _LEFT_OUT = (*(f"{package}{os.sep}" for package in _PACKAGES), _OWN)
 
 
 class ExceptionCallback(RunCallback):
-    """Makes a rank leave its process groups after an exception, before callbacks of the user can wait for other ranks.
+    """A callback with which a rank leaves its process groups after an exception, before the user's callbacks run.
 
     Lightning calls callbacks before the strategy, so this callback comes before the user's callbacks. Some of them save
     a checkpoint after an exception. All ranks must take part in saving, but the other ranks may be in a different
@@ -56,7 +65,8 @@ class ExceptionCallback(RunCallback):
         place: Returns this rank and its position as text.
 
     Attributes:
-        why_not_saved: The reason why checkpoints cannot be saved, once an exception ends this run; ``None`` before.
+        why_not_saved: The reason why checkpoints cannot be saved, from the exception that ends a run until
+            :meth:`close`; otherwise ``None``. It is the text of the strategy's error if code still tries to save.
     """
 
     def __init__(self, failures: Failures, abandon: Callable[[], None], place: Callable[[], str]) -> None:
@@ -68,14 +78,18 @@ class ExceptionCallback(RunCallback):
         self._cause: BaseException | None = None
 
     def close(self, trainer: Trainer) -> None:
-        """Allow callbacks to save again, after the run has ended."""
+        """Allow callbacks to save again. `World` calls this after the run has ended."""
         self.why_not_saved = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if vars(callback).get("on_exception") is _save_nothing:
                 del callback.__dict__["on_exception"]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Prevent callbacks from saving, and leave the process groups."""
+        """Prevent callbacks from saving, warn about this, and leave the process groups.
+
+        An error of a DTensor operator is explained first. With one process, or if all ranks stop together, nothing else
+        happens.
+        """
         explain_operator_error(exception)
         if self._is_alone or stops_together(exception, trainer):
             return
@@ -128,12 +142,18 @@ def stops_together(exception: BaseException, trainer: Trainer) -> bool:
 
 
 def _saves_on_exception(callback: Checkpoint) -> bool:
+    """Return True if a callback may save a checkpoint after an exception."""
     if isinstance(callback, ModelCheckpoint):
         return bool(callback.save_on_exception)
     return type(callback).on_exception is not Callback.on_exception
 
 
 def _why_not(kind: str) -> str:
+    """Return the reason why a checkpoint cannot be saved after an exception.
+
+    Args:
+        kind: The class name of the exception.
+    """
     return (
         f"A checkpoint cannot be saved after this {kind}. All ranks must take part in saving, but it is possible that"
         " only some of them raised the exception. Resume from the last checkpoint, such as one saved by"
@@ -142,14 +162,17 @@ def _why_not(kind: str) -> str:
 
 
 def _save_nothing(*args: Any) -> None:
-    """Replace a callback's `on_exception`."""
+    """Do nothing, in place of a callback's `on_exception`."""
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
 def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> None:
-    """Print an error in short form if it ends the process. The user's own `sys.excepthook` is not replaced.
+    """Install a `sys.excepthook` that prints an error in short form if the error ends the process.
+
+    A hook of the user is not replaced. With the environment variable :data:`VARIABLE` set to ``full``, nothing is
+    replaced.
 
     Args:
         error: The exception that the Trainer is about to raise.
@@ -172,7 +195,20 @@ def _print(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Replace `sys.excepthook`, for one known error."""
+    """Print an exception as `sys.excepthook`: in short form if it is the known error, otherwise with the former hook.
+
+    If another rank prints the same text, wait for the launcher to end this process. Print the error only if the
+    launcher does not do this.
+
+    Args:
+        former: The former hook.
+        known: The error that :func:`print_shortly` received.
+        rank: The global rank of this process.
+        told_elsewhere: True if another rank prints the cause.
+        kind: The class of the exception.
+        error: The exception.
+        trace: Its traceback.
+    """
     if error is not known:
         former(kind, error, trace)
         return
@@ -184,7 +220,11 @@ def _print(
 
 
 def _lines(error: BaseException) -> list[str]:
-    """Return the lines that Python would print, without frames of Lightning, torch and this package."""
+    """Return the lines that Python would print, without most frames of Lightning, torch and this package.
+
+    A last line contains the number of hidden frames. An error about wrong use without frames of the user is only its
+    message.
+    """
     shown = traceback.TracebackException.from_exception(error)
     if error.__cause__ is not None and str(error.__cause__) == str(error):  # the cause has the user's frames
         assert shown.__cause__ is not None
@@ -207,7 +247,8 @@ def _lines(error: BaseException) -> list[str]:
 def _shown(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code, or all if there are none.
 
-    If the user's code has only started the run, as with an error of a scheduler, the frame that raised it is shown too.
+    If the user's code has only started the run, as with an error of a scheduler, the frame that raised the error is
+    shown too, unless it is in this package.
     """
     users = _users(stack)
     if users and users == stack[: len(users)] and not stack[-1].filename.startswith(_OWN):
@@ -216,4 +257,5 @@ def _shown(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 
 def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames that are neither in Lightning nor in torch nor in this package."""
     return [frame for frame in stack if not frame.filename.startswith(_LEFT_OUT)]

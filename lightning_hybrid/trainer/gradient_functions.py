@@ -1,4 +1,12 @@
-"""Gradient functions of torch and Lightning, such as `clip_grad_norm_`, made to use all gradients of the model."""
+"""Gradient functions of torch and Lightning, such as `clip_grad_norm_`, made to use all gradients of the model.
+
+A rank holds only some gradients: the gradients of its stages, its tensor-parallel shards and its ZeRO shards. Users
+call these functions in hooks such as `on_before_optimizer_step`, and expect the norm of the full model. Existing code
+and libraries do not call `HybridStrategy.grad_norm`, so the functions themselves are replaced.
+
+`HybridStrategy.setup` makes :class:`GradientFunctions` if other ranks own a part of the parameters, and `Run.install`
+enters :meth:`~GradientFunctions.installed` for the whole run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +31,7 @@ _Function = Callable[..., Any]
 
 
 def route(function: _Function, to: _Function) -> Callable[[], None]:
-    """Replace the code of a library function, for all names under which it was imported.
+    """Replace the code of a library function in this process, for all names under which it was imported.
 
     The function object does not change, so code that ran ``from torch.nn.utils import clip_grad_norm_`` before is
     affected too.
@@ -33,7 +41,7 @@ def route(function: _Function, to: _Function) -> Callable[[], None]:
         to: The replacement, which receives the original function and then the arguments of the call.
 
     Returns:
-        A function that restores the original code.
+        A function that restores the original code. Restore functions that were replaced several times in reverse order.
     """
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -51,14 +59,16 @@ def route(function: _Function, to: _Function) -> Callable[[], None]:
 
 
 def _routed(*args: Any, _to: _Function, **kwargs: Any) -> Any:
+    """Call the replacement. Its code is the new code of each replaced function."""
     return _to(*args, **kwargs)
 
 
 class GradientFunctions:
     """Replacements of gradient functions of torch and Lightning, which cover the full model during a run.
 
-    Norms are collectives over the ranks that hold the model, so each of these ranks must call the function, in the same
-    order. Tensors that do not belong to the module are passed to the original functions.
+    Norms are collectives over the ranks that own the parameters (the model group, or all ranks with ZeRO), so each of
+    these ranks must call the function, in the same order. Tensors that do not belong to the module are passed to the
+    original functions.
 
     ============================================  =================================================================
     `torch.nn.utils.get_total_norm`               the norm of the gradients of all stages and shards
@@ -77,7 +87,7 @@ class GradientFunctions:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While entered, replace the functions."""
+        """While entered, replace the functions, for all code of this process."""
         routes: dict[_Function, _Function] = {
             utils.get_total_norm: self._total_norm,
             utils.clip_grad_norm_: self._clip_norm,
@@ -91,9 +101,11 @@ class GradientFunctions:
             yield
 
     def _clip_norm(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Call torch's `clip_grad_norm_` with the optimizer's parameters. It calls two other replaced functions."""
         return before(self._optimized(_listed(parameters)), *args, **kwargs)
 
     def _change(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that changes gradients in place with the local tensors of this rank."""
         held = [each for each in self._optimized(_listed(parameters)) if not is_placeholder(each)]
         return before([local_view(each) for each in held], *args, **kwargs)
 
@@ -105,6 +117,12 @@ class GradientFunctions:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
+        """Return the norm of the gradients of the full model; a collective if the gradients belong to the module.
+
+        Raises:
+            ValueError: If the exponent is not positive.
+            WrongUseError: See :meth:`_held`.
+        """
         tensors = _listed(tensors)
         held = self._held(tensors)
         if held is None:
@@ -117,6 +135,12 @@ class GradientFunctions:
     def _norm_by_name(
         self, before: _Function, module: nn.Module, norm_type: float | str, group_separator: str = "/"
     ) -> Any:
+        """Return the norm of each parameter and the total norm, by name; a collective if they belong to the module.
+
+        Raises:
+            ValueError: If the exponent is not positive.
+            WrongUseError: If only some parameters belong to the module of the run.
+        """
         named = dict(module.named_parameters())
         parameters = self._optimized(list(named.values()))
         own = self._grad_sync.optimized_parameters()
@@ -167,10 +191,16 @@ class GradientFunctions:
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return one or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _exponent(norm_type: float | str) -> float:
+    """Return the exponent of a norm as a number.
+
+    Raises:
+        ValueError: If the exponent is not positive.
+    """
     exponent = float(norm_type)
     if not exponent > 0:
         raise ValueError(f"norm_type={norm_type} must be a positive number or inf. [LH103]")

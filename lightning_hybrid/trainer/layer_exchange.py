@@ -1,6 +1,12 @@
 """Results of layers in a step that runs in lockstep: the stage of a layer sends its result to the other ranks.
 
-:class:`~.program.frame_program.FrameProgram` uses this module in evaluation steps, for example in text generation.
+In *lockstep*, all stages execute an evaluation step together, call by call, and each call of a layer is computed by its
+stage. A step runs in lockstep if results of layers decide which layers it calls next, for example in text generation.
+:class:`~.program.frame_program.FrameProgram` makes one :class:`LayerExchange`, and passes it to
+`FrameCut.run_in_lockstep`, which calls it for each call of a layer and at the end of the step.
+
+With a plain broadcast, ranks that call different layers would wait forever or mix up results. Messages are therefore
+numbered, and each step ends with a comparison of all ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +26,10 @@ class DifferentStepsError(WrongUseError):
 
 
 class LayerExchange:
-    """Sends trees from any pipeline rank to all ranks of the model group; the first tensor-parallel rank sends.
+    """An exchange that sends trees, such as results of layers, from any pipeline rank to all ranks of the model group.
 
-    Messages are numbered, so that a rank detects if another rank makes different calls. The watch over all ranks
+    The *model group* consists of the ranks that hold one replica. For a pipeline rank, its first tensor-parallel rank
+    sends. Messages are numbered, so that a rank detects if another rank makes different calls. The watch over all ranks
     detects ranks that wait for each other in a cycle.
 
     Args:
@@ -36,11 +43,11 @@ class LayerExchange:
         self._number = 0
 
     def __call__(self, owner: int, tree: Any = None) -> Any:
-        """Send or receive the tree of a pipeline rank, and return it.
+        """Send or receive the tree of a pipeline rank, and return it; every rank of the model group calls this.
 
         Args:
             owner: The pipeline rank that sends.
-            tree: The tree; only the owner's argument is used.
+            tree: The tree; only the argument on the owner's first tensor-parallel rank is used.
 
         Raises:
             DifferentStepsError: If the ranks do not make the same calls.
@@ -54,10 +61,12 @@ class LayerExchange:
             raise self._other_calls() from None
 
     def end(self, checksum: Tensor) -> None:
-        """End a step on all ranks, so that no rank waits forever for a layer.
+        """End a step on all ranks of the model group, so that no rank waits forever for a layer.
+
+        Each rank that can send reports that its step has ended. The first pipeline rank also sends its checksum.
 
         Args:
-            checksum: A number that is equal on all ranks if they have called layers with the same tokens.
+            checksum: A scalar tensor that is equal on all ranks if they have called layers with the same tokens.
 
         Raises:
             DifferentStepsError: If the step of another rank continues, or called layers with other tokens.
@@ -77,6 +86,7 @@ class LayerExchange:
             )
 
     def _is_over(self, trees: TreeBroadcast) -> bool:
+        """Receive a message, and return True if it is the end of the sender's step, after equally many messages."""
         try:
             trees.receive()
         except StopIteration:
@@ -86,6 +96,7 @@ class LayerExchange:
         return False
 
     def _trees_of(self, owner: int) -> TreeBroadcast:
+        """Return the broadcast from the first tensor-parallel rank of a pipeline rank."""
         return self._mesh.tree_broadcast("layers", self._mesh.model_group_rank(owner, 0), self._device)
 
     def _other_calls(self) -> DifferentStepsError:

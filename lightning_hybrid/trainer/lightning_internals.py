@@ -1,8 +1,15 @@
 """All access to private names of Lightning and torchmetrics.
 
+Lightning has no public functions for some things that a strategy with a pipeline must know or change. Its private names
+may change in each version, so no other file of the package uses them (``tests/private_names.py`` checks this), except
+for the members of `Strategy` in :data:`STRATEGY_MEMBERS`, which `HybridStrategy` overrides. Callers are in `trainer`,
+`strategy` and `tuning`.
+
 The docstring of each function lists the private names that it uses under ``Touches``, and what would break without it
 under ``Without``. ``tests/test_lightning_contract.py`` tests each function alone: after an upgrade of Lightning, the
 tests show which functions no longer work. ``docs/project/lightning-internals.md`` is made from these docstrings.
+
+A function that returns a context changes Lightning only while the context is entered, in most cases for a whole run.
 """
 
 from __future__ import annotations
@@ -305,6 +312,7 @@ def before_log_reductions(
 
 
 def _is_reduced(entry: _ResultMetric) -> bool:
+    """Return True if replicas reduce a logged value: a metric, or a number with `sync_dist` that all ranks log."""
     sync = entry.meta.sync
     return not entry.is_tensor or (sync.should and not sync.rank_zero_only)
 
@@ -359,6 +367,7 @@ def load_result_states(trainer: Trainer, states: Mapping[str, Mapping[str, Any]]
 
 
 def _result_metric(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
+    """Return the entry of Lightning's results for a state of :func:`result_states`, on the device of this rank."""
     module, name = state["reduction"]
     meta = _Metadata(**state["meta"], reduce_fx=getattr(builtins if module == "builtins" else torch, name))
     should, rank_zero_only = state["sync"]
@@ -973,6 +982,8 @@ def set_update_count(metric: Metric, count: int) -> None:
 
 
 class _InPlaceLauncher(_Launcher):
+    """A launcher without processes; see :func:`in_place_launcher`."""
+
     is_interactive_compatible = True
 
     def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -1001,6 +1012,8 @@ def in_place_launcher(around: Callable[[], AbstractContextManager[None]]) -> _La
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
+    """A launcher that runs the user's script in other processes; see :func:`subprocess_launcher`."""
+
     def __init__(
         self, *arguments: Any, variables: Mapping[str, str], around: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -1047,6 +1060,8 @@ def subprocess_launcher(
 
 
 class _WorkerLauncher(_MultiProcessingLauncher):
+    """A launcher with worker processes; see :func:`multiprocessing_launcher`."""
+
     def __init__(
         self,
         strategy: ParallelStrategy,
@@ -1104,6 +1119,7 @@ def multiprocessing_launcher(
 def _call_in(
     around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Call a function in a context. Unlike a local function, this one can be pickled."""
     with around():
         return function(*args, **kwargs)
 

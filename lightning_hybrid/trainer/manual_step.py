@@ -1,4 +1,13 @@
-"""A training step with manual optimization, with tensor or context parallelism."""
+"""A training step with manual optimization, with tensor or context parallelism.
+
+Each `Run` makes one step object when it starts. `HybridStrategy.training_step` calls the object for each batch. The
+user's step calls `LightningModule.manual_backward`, which calls :meth:`ManualTrainingStep.backward` through
+`HybridStrategy.backward`.
+
+`TrainingStep` cannot run such a step, because its schedule calls backward itself. `UncutTrainingStep` runs the step as
+it is, but with tensor or context parallelism, random numbers, logs and results have to be equal on all ranks of a model
+group (the ranks of one replica), and activations may be sharded. Pipelines do not support manual optimization.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +30,7 @@ _TRAINING = 0  # the first seed coordinate of training steps
 
 
 class ManualTrainingStep:
-    """Runs the user's `training_step` with manual optimization, without stages and microbatches.
+    """A training step with manual optimization, without stages and microbatches.
 
     ::
 
@@ -30,7 +39,7 @@ class ManualTrainingStep:
                                    summed and averaged
 
     After each backward, ``.grad`` contains the gradients of a single process, so the step can read, clip, accumulate
-    and use them.
+    and use them. While `HybridStrategy.block_backward_sync` is entered, gradients are only accumulated on each rank.
 
     Args:
         context: The state that steps share.
@@ -38,7 +47,7 @@ class ManualTrainingStep:
 
     Attributes:
         has_gradients: False, because the user's step calls backward.
-        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
+        anomaly: Detects values that are not finite; set by the `Run`. ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     has_gradients = False
@@ -51,16 +60,17 @@ class ManualTrainingStep:
     def __call__(
         self, *arguments: Any, step: int, precision: Callable[[], AbstractContextManager[None]], **others: Any
     ) -> Any:
-        """Run one batch.
+        """Run one batch, and log the values that the step logs; every rank calls this.
 
         Args:
             arguments: The arguments of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for a forward.
             others: Arguments of other kinds of steps; unused.
 
         Returns:
-            The result of `training_step`, the same on every rank of a model group, without an autograd graph.
+            The result of `training_step`, the same on every rank of a model group. On ranks that receive it, its
+            tensors have no autograd graph; on the first rank, they keep the graph.
         """
         context, zero = self._context, self._grad_sync.zero
         version = context.version(gradients=True)
@@ -76,11 +86,11 @@ class ManualTrainingStep:
             return context.share(lambda: (value, merge_logs(records, [1])))
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
-        """Run a backward, and sum and average the gradients.
+        """Run a backward and, if requested, sum and average the gradients; every rank calls this.
 
         Args:
             loss: The loss that the user passed to `manual_backward`; never ``None``.
-            run: Lightning's backward of a loss.
+            run: Lightning's backward of a loss; never ``None``.
             reduce: True to reduce gradients now, False to accumulate them on each rank.
 
         Returns:
@@ -100,7 +110,7 @@ class ManualTrainingStep:
 
     @contextmanager
     def _around_code(self) -> Iterator[None]:
-        """Return a context for the user's step, in which optimizers create their states as outside of a step."""
+        """Enter the context of the user's step, in which optimizers create their states as outside of a step."""
         optimizers = self._context.module.trainer.optimizers
         with ExitStack() as undo:
             if self.anomaly is not None:

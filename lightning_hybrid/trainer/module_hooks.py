@@ -1,4 +1,9 @@
-"""The optional hooks of a LightningModule."""
+"""The optional hooks of a LightningModule.
+
+:class:`ModuleHooks` is documentation, and a type for type checkers. The strategy looks the hooks up by name in the
+user's module, which does not inherit from this class: the body and the plan when it shards the module, and the other
+hooks in each step. :func:`count_tokens` makes one of the hooks; users call it in the body of their class.
+"""
 
 from __future__ import annotations
 
@@ -120,13 +125,24 @@ def count_tokens(
 
 @dataclass(frozen=True)
 class _TokenCount:
-    """The result of `count_tokens`: a class, because a function would become a method of the user's module."""
+    """The result of `count_tokens`: a class, because a function would become a method of the user's module.
+
+    Attributes:
+        key: The argument of `count_tokens`, as the next two attributes.
+        ignore_index: Labels with this value are not counted.
+        shift: If True, the first label of each sequence is not counted.
+    """
 
     key: str | int | None
     ignore_index: int
     shift: bool
 
     def __call__(self, microbatch: Any) -> Tensor:
+        """Return the number of counted labels in a microbatch.
+
+        Raises:
+            WrongUseError: If the microbatch has no such tensor of labels.
+        """
         labels = self._find_labels(microbatch)
         if not isinstance(labels, Tensor) or labels.ndim == 0:
             kind = "a tensor without dimensions" if isinstance(labels, Tensor) else type(labels).__name__
@@ -136,6 +152,11 @@ class _TokenCount:
         return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
 
     def _find_labels(self, microbatch: Any) -> Any:
+        """Return the value at the key, attribute or index.
+
+        Raises:
+            WrongUseError: If there is no such value.
+        """
         if self.key is None:
             return microbatch
         try:

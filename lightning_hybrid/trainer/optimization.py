@@ -1,4 +1,13 @@
-"""Changes to Lightning's automatic optimization: a step with its own backward, and a fixed global batch size."""
+"""Changes to Lightning's automatic optimization: a step with its own backward, and a fixed global batch size.
+
+`HybridStrategy.setup` makes these objects when a fit starts. During the run, :class:`ReplicaClosure` replaces
+Lightning's closure, which the optimizer step calls for each batch. :class:`GlobalBatch` is a callback for
+`HybridStrategy(global_batch_size=...)`.
+
+Lightning's closure cannot be used for two reasons. It zeroes gradients after the step, but a pipeline step has already
+computed them. It also skips the backward on a replica without a loss, but the other replicas wait for this replica in
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +26,16 @@ from lightning_hybrid.trainer.run_callback import RunCallback
 
 
 class ReplicaClosure(Closure):
-    """Zeroes gradients, and runs step and backward; the step may compute gradients itself.
+    """A closure that zeroes gradients, and runs step and backward. The step may compute gradients itself.
 
     A replica without a loss still takes part in the backward of the other replicas.
 
     Args:
         step_fn: Runs the step.
         backward_fn: Runs the backward of a loss; ``None`` to skip it.
-        zero_grad_fn: Zeroes the gradients; ``None`` to accumulate.
-        backward_without_loss: Runs the backward if this replica has no loss, and returns True if another replica has
-            one.
+        zero_grad_fn: Zeroes the gradients; ``None`` if gradients are accumulated, or the backward is skipped.
+        backward_without_loss: Takes part in the backward if this replica has no loss, and returns True if another
+            replica has one.
         has_gradients: True if the step also computes gradients. Lightning zeroes gradients *between* step and backward,
             which would delete these gradients.
     """
@@ -47,7 +56,11 @@ class ReplicaClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run everything before the optimizer step."""
+        """Zero the gradients, and run step and backward. The arguments are ignored.
+
+        Returns:
+            The result of the step. Its loss is ``None`` if this replica has no loss.
+        """
         if self._zero_grad is not None and self._has_gradients:
             self._zero_grad()
         result = self._step()
@@ -69,7 +82,10 @@ class ReplicaClosure(Closure):
 
 
 class GlobalBatch(RunCallback):
-    """Sets the number of accumulated batches, so that an optimizer step has a fixed number of samples.
+    """A callback that sets the number of accumulated batches, so that an optimizer step has a fixed number of samples.
+
+    The Trainer calls its hook at the start of each epoch. The strategy calls the other methods at the start and the end
+    of a fit.
 
     Args:
         size: The number of samples in an optimizer step, over all replicas.
@@ -85,6 +101,8 @@ class GlobalBatch(RunCallback):
     def accumulate(self) -> None:
         """Set the Trainer's `accumulate_grad_batches`, after creating its training loader; call it on every rank.
 
+        `HybridStrategy.setup` calls this before schedulers read the number of steps.
+
         Raises:
             ValueError: On every rank, if the loader has no batch size, if batch sizes differ between ranks, or if the
                 size is not divisible by the batch size times the number of replicas.
@@ -96,6 +114,12 @@ class GlobalBatch(RunCallback):
         trainer.accumulate_grad_batches = agree(self._accumulated)
 
     def _accumulated(self) -> int:
+        """Return the number of batches of a replica in an optimizer step.
+
+        Raises:
+            ValueError: If the loader has no batch size, or the size is not divisible by the batch size times the number
+                of replicas.
+        """
         if not isinstance(self._batch_size, int):
             raise ValueError(
                 f"global_batch_size={self._size} requires a training loader with a `batch_size`, but this loader has"
@@ -105,7 +129,10 @@ class GlobalBatch(RunCallback):
         return accumulated_batches(self._size, self._batch_size, self._num_replicas)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the number if the Trainer has created new loaders with another batch size."""
+        """Update the number if the Trainer has created new loaders with another batch size.
+
+        This is then a collective over all ranks, so the batch size must change on all of them.
+        """
         if getattr(trainer.train_dataloader, "batch_size", None) != self._batch_size:
             self.accumulate()
 
@@ -117,13 +144,15 @@ class GlobalBatch(RunCallback):
 def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> None:
     """Check that the number of accumulated batches is not set in another way, too.
 
+    `HybridStrategy.setup_environment` calls this at the start of a fit with `global_batch_size`.
+
     Args:
         size: The strategy's `global_batch_size`.
         trainer: The Trainer, with all its callbacks.
         module: The user's module.
 
     Raises:
-        ValueError: If the Trainer, a callback or manual optimization also sets it.
+        ValueError: If the Trainer or a callback also sets it, or if the module uses manual optimization.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.accumulate_grad_batches != 1:

@@ -1,4 +1,16 @@
-"""Precision plugins that detect overflow on all ranks together, and parameter casts shared by all microbatches."""
+"""Precision plugins that detect overflow on all ranks together, and parameter casts shared by all microbatches.
+
+`HybridStrategy.precision_plugin` adapts each plugin that it receives: :func:`adapt` and, with `master_weights`,
+:func:`scale_half`. `HybridStrategy.connect` and `setup_optimizers` check the plugin. `TrainingStep` uses
+:class:`SharedCasts`.
+
+The *owners* are the ranks that together own the parameters: the model group (the ranks that hold one replica), or with
+ZeRO all ranks. Each owner steps its own part of the parameters, so all owners must skip a step together and clip by the
+same norm.
+
+Lightning's plugins are changed in place instead of replaced, because users pass and keep them, and checkpoints contain
+their class names.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +57,25 @@ def adapt(
     model_group: Callable[[], ProcessGroup | None],
     clip_by_norm: Callable[[Sequence[nn.Parameter], float], Tensor],
 ) -> PrecisionT:
-    """Change a precision plugin so that the ranks of a model group detect overflow and clip gradients together.
+    """Change a precision plugin so that the owners of the parameters detect overflow and clip gradients together.
 
-    The object and its class do not change, because the class name is a key in checkpoints.
+    The object and its class do not change, because the class name is a key in checkpoints. The class of its scaler and
+    its method `clip_grad_by_norm` change. If the plugin overrides this method, it stays, and a warning is logged.
 
     Args:
         plugin: A plugin of Lightning or the user; another strategy may have adapted it before.
-        model_group: Returns the ranks of the model group, or ``None`` if the group does not exist yet. Called at every
-            step. It is copied and pickled with the plugin, so pass a bound method.
-        clip_by_norm: Scales the gradients of this rank's parameters so that their norm over the model group is at most
-            a number. Every rank of the group must call it.
+        model_group: Returns the group of the owners, or ``None`` if the group does not exist yet. Called at every step.
+            It is copied and pickled with the plugin, so pass a bound method.
+        clip_by_norm: Receives parameters of this rank and a number, scales their gradients so that their norm over all
+            owners is at most this number, and returns the norm before. Every owner must call it.
 
     Returns:
         The plugin.
 
     Raises:
-        ValueError: If the plugin belongs to another strategy.
+        ValueError: If the plugin replaces layers or belongs to another strategy.
         TypeError: If the plugin's ``scaler`` is not torch's `GradScaler`.
+        RuntimeError: If this version of torch does not support the scaler.
     """
     check(plugin)
     scaler = getattr(plugin, "scaler", None)
@@ -105,6 +119,8 @@ def check(plugin: Precision) -> None:
 def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
     """Raise an error for optimizers that unscale gradients themselves, because other ranks and clipping cannot see it.
 
+    Optimizers of torch with ``fused=True`` do this.
+
     Args:
         plugin: The precision plugin.
         optimizer: The optimizer.
@@ -123,7 +139,9 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
 
 
 class MasterWeightsPrecision(HalfPrecision, MixedPrecision):
-    """Half precision with float32 master weights. For float16, the loss is scaled as by `MixedPrecision`.
+    """A half precision with float32 master weights. For float16, the loss is scaled as by `MixedPrecision`.
+
+    Its constructor is never called, see :func:`scale_half`.
 
     Attributes:
         scaler: Scales the loss; ``None`` for bfloat16.
@@ -138,7 +156,7 @@ class MasterWeightsPrecision(HalfPrecision, MixedPrecision):
 def scale_half(plugin: Precision, device: str) -> None:
     """Change the class of a `HalfPrecision` plugin to :class:`MasterWeightsPrecision`; other plugins do not change.
 
-    :func:`check_master_weights` raises an error for other plugins.
+    For float16, the plugin also gets a scaler. :func:`check_master_weights` raises an error for other plugins.
 
     Args:
         plugin: The precision plugin.
@@ -177,14 +195,14 @@ def autocasts(plugin: Precision, device: torch.device) -> bool:
 
 
 class ModelGroupGradScaler(OpenGradScaler):
-    """A `GradScaler` that detects overflow on all ranks of a model group: all ranks skip a step, or none does.
+    """A `GradScaler` that detects overflow on all owners of the parameters: all of them skip a step, or none does.
 
     Without this class, a stage that overflowed would skip the step and halve its scale, but other stages would not.
     State dicts are equal to the state dicts of `GradScaler`. If the group is ``None`` or has one rank, the scaler works
     exactly as `GradScaler`.
 
     Args:
-        model_group: Returns the ranks of the model group, or ``None``.
+        model_group: Returns the group of the owners, or ``None``.
         device: The type of the device, such as ``"cuda"``.
         settings: The arguments of `GradScaler`.
     """
@@ -194,6 +212,14 @@ class ModelGroupGradScaler(OpenGradScaler):
         self._join(model_group)
 
     def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
+        """Set the group.
+
+        Args:
+            model_group: Returns the group of the owners, or ``None``.
+
+        Raises:
+            RuntimeError: If this version of torch lacks the method that unscales gradients.
+        """
         if not self.is_supported():
             raise RuntimeError(
                 f"torch {torch.__version__} does not have `torch.amp.GradScaler._unscale_grads_`, which is required for"
@@ -208,13 +234,14 @@ class ModelGroupGradScaler(OpenGradScaler):
 
         Args:
             scaler: A scaler of torch for any device, or an instance of this class.
-            model_group: Returns the ranks of the model group, or ``None``.
+            model_group: Returns the group of the owners, or ``None``.
 
         Returns:
             The scaler.
 
         Raises:
             TypeError: If the scaler has a class of the user, whose methods would be lost.
+            RuntimeError: If this version of torch lacks the method that unscales gradients.
         """
         if type(scaler) not in _SCALERS:
             raise TypeError(
@@ -240,7 +267,7 @@ class ModelGroupGradScaler(OpenGradScaler):
             self.scale(torch.zeros((), device=self.device_type if device is None else device))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale this rank's gradients, and find out if any rank of the model group has infinities or NaNs.
+        """Unscale this rank's gradients, and find out if any owner has infinities or NaNs; every owner calls this.
 
         Args:
             optimizer: The optimizer; on this rank, it may have no parameters or no gradients.
@@ -249,7 +276,7 @@ class ModelGroupGradScaler(OpenGradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step unless a rank of the model group has infinities or NaNs.
+        """Step unless an owner has infinities or NaNs; every owner calls this.
 
         Args:
             optimizer: The optimizer.
@@ -265,7 +292,14 @@ class ModelGroupGradScaler(OpenGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients of this rank, and detect infinities and NaNs on all ranks of the model group."""
+        """Unscale the gradients of this rank, and detect infinities and NaNs on all owners; a collective.
+
+        The arguments are as for :meth:`OpenGradScaler.unscale_gradients`.
+
+        Returns:
+            A tensor for each device, which is not 0 if a gradient has infinities or NaNs; with several owners, one
+            tensor for all of them.
+        """
         # torch calls this method once per step for each optimizer, to find out which devices overflowed. torch records
         # the result, skips the step if a value is not 0, and lowers the scale.
         # A rank unscales its shards of sharded parameters, which torch's kernel needs as plain tensors.
@@ -285,18 +319,19 @@ class ModelGroupGradScaler(OpenGradScaler):
 
 
 class SharedCasts:
-    """Casts float32 parameters under autocast only once per step, for all microbatches.
+    """Casts of float32 parameters under autocast that are made only once per step, for all microbatches.
 
-    Autocast keeps its copies of parameters until its outermost context ends. Lightning enters a context for each
-    microbatch and disables this cache. Without this class, every microbatch would cast all weights, and autograd would
-    keep each copy until its backward. ::
+    Autocast keeps its copies of parameters until its outermost context ends. `TrainingStep` enters Lightning's context
+    for each microbatch, and Lightning disables this cache. Without this class, every microbatch would cast all weights,
+    and autograd would keep each copy until its backward. ::
 
         schedule()   |-----------------------------------------------------------|   the copies are dropped here
         plugin         |---|        |---|                  |---|
         forward()       |F0|         |F1|      B0           |F2|      B1      B2     backward: outside of autocast
 
     If the step changes parameters, it may use a parameter before and after the change. In this case, every use has its
-    own copy, as in Lightning. The first forward of each stage shares no copies, and shows if the step changes any.
+    own copy, as in Lightning. The first forward of each stage shares no copies, and shows if the step changes any. If a
+    later forward does, no copies are shared from then on.
 
     Args:
         device: The type of the device, such as ``"cuda"``.
@@ -311,7 +346,10 @@ class SharedCasts:
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        """Enter this context around all forwards and backwards of a step. At its end, the copies are dropped."""
+        """Enter this context around all forwards and backwards of a step. At its end, the copies are dropped.
+
+        It is an autocast context with the current settings. Its only effect is that it is the outermost context.
+        """
         self._parameters = []
         with torch.autocast(
             self._device,
@@ -323,7 +361,13 @@ class SharedCasts:
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Enter this context around a forward of a stage, inside the precision plugin's context."""
+        """Enter this context around a forward of a stage, inside the precision plugin's context.
+
+        Without autocast, and if copies cannot be shared, it does nothing.
+
+        Args:
+            stage: The stage.
+        """
         if not self._may_share or not torch.is_autocast_enabled(self._device) or not keeps_gradients():
             yield
             return
@@ -337,7 +381,7 @@ class SharedCasts:
             torch.clear_autocast_cache()
 
     def _versions(self) -> list[int]:
-        """Return the versions of the parameters, which change if a parameter changes in a way that autograd records."""
+        """Return the versions of the float32 parameters: numbers that change if autograd records a change."""
         if not self._parameters:
             plain = (each for each in self._find() if not isinstance(each, DTensor))  # autocast casts local shards
             self._parameters = [each for each in plain if each.dtype == torch.float32]
@@ -348,7 +392,7 @@ class SharedCasts:
 def keeps_gradients() -> bool:
     """Return True if a copy that autocast has made without gradients is not reused where gradients are needed.
 
-    This is the case in torch 2.13. If it is not, no copies are shared.
+    This is the case in torch 2.13. If it is not, no copies are shared. The test runs once per process.
     """
     weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
@@ -366,4 +410,5 @@ def _clip_grad_by_norm(
     optimizer: Optimizer,
     clip_val: int | float = 0.0,
 ) -> None:
+    """Clip the gradients of an optimizer by their norm over all owners; replaces `Precision.clip_grad_by_norm`."""
     clip_by_norm(list(plugin.main_params(optimizer)), float(clip_val))

@@ -1,13 +1,18 @@
 """Losses of replicas with one microbatch each: means over targets are recognized, and weighted by their targets.
 
-With unequal numbers of targets, the plain mean over replicas of losses that are means over targets would differ from
-the loss of a single process. ::
+A *term* of a loss is the mean of a cross entropy, and its *targets* are the classes that the mean counts (without
+ignored labels). With unequal numbers of targets, the plain mean over replicas of such losses would differ from the loss
+of a single process. ::
 
     first step      forward of each replica  -->  TargetMeans of each  -->  all replicas: one LabelCount, or one
                                                                             TermCounts, or neither
     later steps     targets are counted before the forward, and summed over the replicas
 
-No forward runs twice. If the loss is something else, later steps are the user's own steps without changes.
+If the first step does not show the kind of loss, for example because no replica has a loss, up to three more steps are
+examined. If the loss is something else, later steps are the user's own steps without changes.
+
+`UncutTrainingStep` calls :meth:`ReplicaTargets.run` for each batch. `MicrobatchComparison`, which does the same for
+`TrainingStep`, runs additional forwards. Here, no forward runs twice.
 """
 
 from __future__ import annotations
@@ -45,17 +50,17 @@ from lightning_hybrid.trainer.results.logging import Log, merge_logs
 
 __all__ = ["ReplicaTargets"]
 
-_MOST = 4  # steps that are examined, because it can happen that no replica has a loss in the first step
+_MOST = 4  # steps that are examined at most, because it can happen that no replica has a loss in the first step
 
 
 class ReplicaTargets:
-    """Weights the losses of replicas by their numbers of targets; all replicas call this object at the same steps.
+    """A weighting of the losses of replicas by their targets. All replicas call this object at the same steps.
 
     Args:
         module: The user's module.
         mesh: The mesh, in which each rank is a replica.
         device: The device of this rank.
-        is_asked: True to recognize means over targets.
+        is_asked: True to recognize means over targets. With a single replica, nothing is recognized.
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device, *, is_asked: bool) -> None:
@@ -73,12 +78,16 @@ class ReplicaTargets:
     def run(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
         """Run the user's step, and log values that are means over targets with the weights of their targets.
 
+        This is a collective over the replicas while losses are compared, and later if the loss contains means over
+        targets.
+
         Args:
             step: Runs the user's step.
             batch: The batch of the step.
 
         Returns:
-            The output of the step, and the weights of the batch; ``None`` if all replicas have equal weights.
+            The output of the step, and the weights by which the caller multiplies the loss; ``None`` if there are none.
+            If only terms of the loss are means over targets, the loss in the output already contains their weights.
         """
         if self._labels is not None:
             weights = LossWeights.of(self._labels, [batch], self._mesh, self._device)
@@ -90,7 +99,10 @@ class ReplicaTargets:
         return self._look(step, batch) if self.is_looking else (step(), None)
 
     def _look(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
-        """Run one of the first steps, and find out from the losses of all replicas how to weight them."""
+        """Run one of the first steps, and find out from the losses of all replicas how to weight them.
+
+        This is a collective over the replicas. The arguments and the result are as for :meth:`run`.
+        """
         batch = with_copied_classes(batch)
         terms, held = LossTerms(in_step=True), list[tuple[Callable[..., None], Log]]()
 
@@ -131,14 +143,14 @@ class ReplicaTargets:
     def _weigh_terms(
         self, output: Any, terms: LossTerms, found: Sequence[TargetMeans | None], logs: Sequence[Log]
     ) -> Any:
-        """Multiply the terms of a step that has run by their shares of targets among the replicas.
+        """Multiply the terms of a step that has run by their targets relative to the mean over replicas.
 
         Args:
-            output: The output of the step.
+            output: The output of the step; ``None`` if it has no loss.
             terms: The terms of its loss, whose gradients are multiplied in the backward.
             found: The findings in the steps of all replicas.
-            logs: The logged values. A value that equals the loss or a term, with or without its coefficient, is
-                changed.
+            logs: The logged values. A value that equals the loss or a term, with or without its coefficient, is changed
+                in place.
 
         Returns:
             The output, whose loss has the multiplied terms.
@@ -166,7 +178,18 @@ class ReplicaTargets:
         return output
 
     def _judge(self, output: Any, batch: Any, terms: LossTerms, logs: Sequence[Log]) -> list[TargetMeans | None]:
-        """Return the findings in the step of this replica; an empty list if the step has no loss."""
+        """Return the findings in the step of this replica.
+
+        Args:
+            output: The output of the step.
+            batch: The batch of the step.
+            terms: The terms that were recorded in the step.
+            logs: The logged values.
+
+        Returns:
+            A list with one entry, which is ``None`` if the loss contains no means over targets; an empty list if the
+            step has no loss.
+        """
         loss = _loss_in(output)
         if output is None:
             return []
@@ -178,7 +201,15 @@ class ReplicaTargets:
         return [terms.find_means(batch, count, rounding_of(loss.dtype), numbers)]
 
     def _log(self, weights: LossWeights, write: Callable[..., None], name: str, value: Any, **arguments: Any) -> None:
-        """Log a value. A mean over targets is logged with the weight of its targets."""
+        """Log a value. A mean over targets is logged with the weight of its targets.
+
+        Args:
+            weights: The weights of the batch.
+            write: Adds a value to Lightning's results.
+            name: The name of the value.
+            value: The value.
+            arguments: The other arguments of ``write``.
+        """
         if self._kinds.get(name) == "weighted" and isinstance(value, Tensor):
             [entry] = merge_logs([[Log(name, value, None, arguments)]], [1], 1, weights, self._kinds)
             value, arguments = entry.value, entry.arguments
@@ -186,7 +217,7 @@ class ReplicaTargets:
 
 
 def _loss_in(output: Any) -> Any:
-    """Return the loss in the output of `training_step`."""
+    """Return the loss in the output of `training_step`; ``None`` if it has none."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 

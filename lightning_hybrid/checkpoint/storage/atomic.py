@@ -9,6 +9,13 @@
 A process that is killed leaves files with these hidden names, but never an incomplete checkpoint under its own name.
 If it was killed between two renames, `resolve` and `recover` find the complete checkpoint. `rollback` removes
 incomplete files.
+
+`FileIO` and `consolidate` write files with :func:`new_file`, `export` writes a folder with :func:`new_directory`, and
+`dcp_writer` uses the single steps, because several ranks fill its directory. `dcp` and `remote` read through
+:func:`resolve`. A plain rename is not enough: it cannot replace a directory that contains files.
+
+A *commit* makes the new version visible under its path. A *rollback* drops it. Everything here acts on this process
+alone, so only one process may write to a path.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux, from <fcntl.h> and 
 
 _SOME_MORE = 1 << 20  # bytes
 _LOOKS = 9  # the number of attempts to see files of another node, for 5 seconds
-MARK = ".metadata"  # a directory that has this file is complete
+MARK = ".metadata"  # a checkpoint directory that has this file is complete
 
 
 def unfinished(path: Path) -> Path:
@@ -48,6 +55,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
     Yields:
         The path to write to.
+
+    Raises:
+        OSError: If the file cannot be committed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
@@ -67,11 +77,14 @@ def new_file(path: Path) -> Iterator[Path]:
 def telling_why(file: Path) -> Iterator[None]:
     """Replace the error of a writer that does not report the cause by the system's error, found by writing more bytes.
 
+    torch's writer raises a `RuntimeError` without the cause, for example on a full disk.
+
     Args:
-        file: The file.
+        file: The file that is being written inside the context.
 
     Raises:
         OSError: The system's error, such as a full disk.
+        RuntimeError: The writer's error, if more bytes can be written.
     """
     try:
         yield
@@ -106,6 +119,8 @@ def reserve(file: Path) -> None:
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Fill a directory under its hidden name, and commit it when its files are complete and on the disk.
+
+    The directory must contain only files.
 
     Args:
         path: The final path. An existing directory is kept until then, or forever if writing fails.
@@ -186,13 +201,19 @@ def wait_for(is_there: Callable[[], bool]) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """Return the current path of a directory, which is the hidden name between the two renames of :func:`commit`."""
+    """Return the current path of a checkpoint directory: its path, or its hidden name between two renames.
+
+    The hidden name is returned only if nothing exists at the path, and the hidden directory contains :data:`MARK`.
+    """
     new = unfinished(path)
     return new if not path.exists() and (new / MARK).is_file() else path
 
 
 def recover(path: Path) -> None:
-    """Finish a :func:`commit` that was killed between its two renames; the directory may be the only one left."""
+    """Finish the commit of a checkpoint directory that was killed between its two renames.
+
+    Without this, the next save would remove the only complete checkpoint.
+    """
     if resolve(path) != path:
         unfinished(path).rename(path)
 

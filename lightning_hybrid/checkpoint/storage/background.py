@@ -1,4 +1,9 @@
-"""Background jobs during training, which run one after the other."""
+"""Background jobs during training, which run one after the other.
+
+`Checkpointer` has one :class:`BackgroundWriter` per rank, with a job for each checkpoint that it writes (`async_save`)
+or removes. A `ThreadPoolExecutor` alone does not report the failure of an earlier job, and does not make a removal
+depend on the writes before it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
-    """A thread that runs jobs in the order of their submission. The caller of :meth:`wait` receives a failure.
+    """Thread that runs jobs in the order of their submission. The caller of :meth:`wait` receives a failure.
+
+    The thread exists from the first job until :meth:`wait`.
 
     Attributes:
         jobs: The jobs whose outcomes have not been waited for.
@@ -22,7 +29,7 @@ class BackgroundWriter:
 
         Args:
             job: The job.
-            if_all_succeeded: If True, the job is skipped if an earlier job has failed.
+            if_all_succeeded: If True, the job is skipped if an earlier job in :attr:`jobs` has failed.
         """
         before = list(self.jobs)
 
@@ -35,10 +42,13 @@ class BackgroundWriter:
         self.jobs.append(self._executor.submit(run))
 
     def wait(self) -> Exception | None:
-        """Wait until all jobs are done.
+        """Wait until all jobs are done, and end the thread.
 
         Returns:
-            The first failure, or ``None``.
+            The first failure; ``None`` if there is none.
+
+        Raises:
+            BaseException: The first failure, if it is not an `Exception`.
         """
         jobs, self.jobs = self.jobs, []
         error = next((error for error in [job.exception() for job in jobs] if error is not None), None)

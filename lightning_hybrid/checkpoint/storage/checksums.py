@@ -4,9 +4,14 @@ Such a file is a zip archive with a record for each storage, and the archive con
 
     x.ckpt    data.pkl | data/0 | data/1 | ... | names, places and CRC-32s of the records
 
-In a directory of `torch.distributed.checkpoint`, each tensor in a file is such an archive. The index is a pickle,
-followed by a checksum, which readers of the pickle ignore. Checksums are computed from memory-mapped files, at 4 GB/s
-on one core (measured). If several processes read one file, each process verifies a part of it.
+In a directory of `torch.distributed.checkpoint`, each tensor or other value in a file is such an archive. The index
+(``.metadata``) is a pickle, followed by a checksum, which readers of the pickle ignore. Checksums are computed from
+memory-mapped files, at 4 GB/s on one core (measured). If several processes read one file, each process verifies a part
+of it.
+
+`Checkpointer` and `Weights` call :func:`verify` before they load a file. `storage.dcp` verifies the index, and each
+chunk that it reads; `storage.dcp_writer` writes the checksum of the index. Without these checks, a flipped bit on a
+disk would silently become a wrong weight.
 """
 
 from __future__ import annotations
@@ -46,11 +51,12 @@ def verify(
         file: The file.
         offset: The start of the archive in the file, in bytes.
         length: The length of the archive, in bytes; by default, the rest of the file.
-        share: (number, count): the part to verify, out of equally large parts of the archive.
+        share: (number, count): the part to verify, out of `count` equally large parts of the archive.
         holds: A description of the content; by default, the names of the tensors are found in the archive.
 
     Raises:
-        ValueError: If a record differs, with the names of its tensors.
+        ValueError: If a record differs, with the names of its tensors; or, if `holds` is given, if the archive cannot
+            be read.
     """
     length = file.stat().st_size - offset if length is None else length
     aligned = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -74,7 +80,7 @@ def verify_content(content: bytes, file: Any, holds: str) -> None:
         holds: A description of the content.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If a record differs, or the archive cannot be read.
     """
     with memoryview(content) as view:
         _verify(view, file, (0, 1), holds)
@@ -104,7 +110,7 @@ def verify_index(content: bytes, file: Any) -> None:
 
 
 class _Reader(io.RawIOBase):
-    """A file object that reads memory without a copy.
+    """File object that reads memory without a copy.
 
     An archive has to start at the beginning of its file. Otherwise, Python looks for the end of the archive at a
     position that ignores the bytes before the archive (seen in Ubuntu's 3.12.3), and finds the end of another archive

@@ -1,4 +1,9 @@
-"""The chunks of a tensor on a rank: rectangles, each with its offset in the full tensor."""
+"""The chunks of a tensor on a rank: rectangles, each with its offset in the full tensor.
+
+The planners in `storage.dcp` and `storage.dcp_writer` call :func:`local_chunks` for each tensor that they read or
+write. torch's own planner takes one rectangle per DTensor, but the shard of a fused query-key-value projection (a
+*packed* projection) has several.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         tensor: A plain tensor, or a tensor that is sharded over any mesh; any shape.
 
     Yields:
-        The offset of each chunk in the full tensor, and a view of the chunk.
+        The offset of each chunk in the full tensor, and a view of the chunk. A rank with an empty shard has no chunk.
     """
     if not isinstance(tensor, DTensor):
         yield torch.Size([0] * tensor.dim()), tensor.detach()
@@ -46,7 +51,7 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
 def _runs_of(
     shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[tuple[int, int, int]]]:
-    """Return the runs of a shard in each dimension; see :func:`_runs`.
+    """Return the runs of a shard in each dimension; see :func:`_runs`. A run is a range of adjacent indices.
 
     The outermost axis of the mesh shards first. `chunk` splits uneven sizes like torch's sharding.
     """

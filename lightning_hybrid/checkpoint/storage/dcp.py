@@ -10,6 +10,13 @@ The format is `torch.distributed.checkpoint`, arranged as in Lightning's own str
 
 So torch alone can open it: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`. On stores without renames,
 all files except `.metadata` are in a subfolder: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
+
+`ShardedCheckpoint` reads checkpoints and initial weights with it; the commands `consolidate`, `export` and `inspect`
+read them in one process. torch's own `load` is not used: it is a collective, needs a full plan of all ranks, and cannot
+read a shard with several blocks.
+
+The *index* is the content of ``.metadata``. An *entry* is a value in it; its *path* is a tuple of keys. A *target* is
+the tensor into which an entry is read. A *planner* and a *plan* are torch's: the list of chunks to read.
 """
 
 from __future__ import annotations
@@ -79,11 +86,12 @@ class DistributedCheckpoint:
     """A checkpoint that was written by :func:`~.dcp_writer.write_directory`, or by one of Lightning's own strategies.
 
     Args:
-        path: The directory.
+        path: The directory, on a disk or in a remote store.
         load_value: Reads a non-tensor value that `torch.save` has written. The default runs no code of the checkpoint,
             because `torch.load` has ``weights_only=True`` by default.
 
     Attributes:
+        path: The directory that is read; between the two renames of a commit, its hidden name.
         entries: The shape and dtype of each tensor, and ``None`` for each other value, by its path in the checkpoint,
             such as ``("state_dict", "layer.weight")`` or ``("optimizer_0", "state", "layer.weight", "exp_avg")``.
         module_root: The first key of the paths of the module's state.
@@ -92,7 +100,7 @@ class DistributedCheckpoint:
 
     Raises:
         FileNotFoundError: If the directory does not exist.
-        ValueError: If it is not a checkpoint, or is incomplete.
+        ValueError: If it is not a checkpoint, is incomplete, or has a damaged index.
     """
 
     def __init__(self, path: Place, *, load_value: Callable[[BinaryIO], Any] = torch.load) -> None:
@@ -163,6 +171,12 @@ class DistributedCheckpoint:
 
         Args:
             read: Reads a file that `torch.save` has written.
+
+        Returns:
+            The values; empty if the directory has no such file.
+
+        Raises:
+            ValueError: If the file is damaged.
         """
         save_id = getattr(getattr(self._metadata, "storage_meta", None), "save_id", None)
         extra = self.path / EXTRA

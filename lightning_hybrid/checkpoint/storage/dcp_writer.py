@@ -2,6 +2,14 @@
 
 On a disk, the directory is renamed at the end. On other stores, `.metadata`, which lists the valid files, is written
 last.
+
+`ShardedCheckpoint` prepares the values of each rank, and `Checkpointer` then calls :func:`write_directory` on every
+rank, from a background thread with `async_save`. torch's `save` does the communication and writes the files. Its own
+writer and planner are not enough: they write into the final directory, so a kill leaves it incomplete; they do not
+notice that nodes have different disks; and they write one rectangle per shard.
+
+The *first rank* is rank 0 of the group. torch calls the methods of a writer in this order: `set_up_storage_writer`,
+`prepare_local_plan`, `prepare_global_plan` (first rank), `write_data`, `finish` (first rank).
 """
 
 from __future__ import annotations
@@ -43,8 +51,8 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
 
     Args:
         path: The path. A file or directory at this path is kept until the new directory is complete.
-        entries: The values of this rank. Values of different ranks under one name are equal, or are shards of one
-            tensor, and are written once.
+        entries: The values of this rank, by path. Values of different ranks under one path are equal, or are shards of
+            one tensor, and are written once.
         extra: The content of ``meta.pt``; only the first rank's value is used.
         group: The ranks, with a backend for tensors on the host.
 
@@ -78,9 +86,13 @@ class NotAnsweredError(OSError):
 
 
 class _Writer(FileSystemWriter):
-    """A writer that knows the hosts of ranks, and prepares on the first rank, inside torch's planning phase.
+    """Writer that knows the hosts of ranks, and prepares on the first rank, inside torch's planning phase.
 
     A failure of the first rank there is raised on every rank.
+
+    Args:
+        folder: The folder of the files.
+        extra: The content of ``meta.pt``, on the first rank.
     """
 
     def __init__(self, folder: str | Path, extra: Any) -> None:
@@ -117,7 +129,7 @@ class _Writer(FileSystemWriter):
 
 
 class _DiskWriter(_Writer):
-    """Writes into a hidden directory, which the first rank creates, and renames when all ranks have written."""
+    """Writer into a hidden directory, which the first rank creates, and renames when all ranks have written."""
 
     def __init__(self, path: Path, extra: Any) -> None:
         super().__init__(unfinished(path), extra)
@@ -167,7 +179,7 @@ class _DiskWriter(_Writer):
 
 
 class _RemoteWriter(_Writer):
-    """Writes into a new subfolder next to existing files, and then writes the file that makes new files valid."""
+    """Writer into a new subfolder next to existing files. At the end, it writes the file that makes new files valid."""
 
     def __init__(self, path: RemotePath, extra: Any) -> None:
         super().__init__(path.url, extra)

@@ -1,4 +1,11 @@
-"""Nodes that do not share a disk: detected before training, and supplied with files of other nodes."""
+"""Nodes that do not share a disk: detected before training, and supplied with files of other nodes.
+
+`Checkpointer` calls :func:`check_shared` when a fit starts that writes directories, and :func:`at_hand` around each
+load of a file. If nodes do not share a disk, each would write a part of a directory to its own disk, and only the load
+would fail, after the training. A file on the disk of one node has the opposite problem, which a copy solves.
+
+A *host* is the name of a node. All functions with a group are collectives.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +117,7 @@ class _View:
     Attributes:
         folder: The folder for a copy.
         file: The file, if the rank sees one.
-        content: The size and a checksum of the file, to compare it with files of other nodes.
+        content: The size in bytes and a checksum of the file, to compare it with files of other nodes.
         is_directory: True if the rank sees a directory.
     """
 
@@ -125,7 +132,8 @@ def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Ite
     """Make a checkpoint in one file available on a disk of this node; called by every rank of the group.
 
     Each node downloads a checkpoint on a remote store once. A file that is only on the disks of some nodes is sent from
-    node to node, in messages that fit into memory::
+    node to node, in messages that fit into memory. If the files of nodes differ, the file of the lowest rank that has
+    one is used on all nodes. Copies are temporary: they are removed at the end of the context::
 
         node1   last.ckpt --.
         node2   a copy    <-'--.      inside the context
@@ -141,7 +149,7 @@ def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Ite
 
     Raises:
         ValueError: If some nodes have a directory at this place and others do not; on every rank.
-        OSError: If there is not enough space for a copy; on every rank.
+        OSError: If there is not enough space for a copy, or a download fails; on every rank.
     """
     if isinstance(place, Path) and len(set(hosts)) == 1:
         yield place
@@ -205,7 +213,15 @@ def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str
 
 
 def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source: int, group: dist.ProcessGroup) -> Path:
-    """Send a rank's file to the nodes that do not have it, and return the path for this rank."""
+    """Send a rank's file to the nodes that do not have the same file, and return the path for this rank.
+
+    Args:
+        place: The given place of the checkpoint.
+        views: The files that each rank sees.
+        hosts: The host of each rank.
+        source: The rank whose file is used.
+        group: All ranks.
+    """
     content, rank = views[source].content, dist.get_rank()
     files: dict[str, Path] = {}
     for host, view in zip(hosts, views, strict=True):

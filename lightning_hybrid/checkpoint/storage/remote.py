@@ -7,6 +7,10 @@ and `.metadata`, which lists them, is written last::
     s3://bucket/last.ckpt/5c1e.../__0_0.distcp
     s3://bucket/last.ckpt/5c1e.../meta.pt
     s3://bucket/last.ckpt/a07b.../__0_0.distcp  of a save that is running, or was interrupted
+
+A checkpoint in one file is the object ``s3://bucket/last.ckpt`` itself. Almost all code of checkpoints takes a
+:data:`Place`, from :func:`place_of`, so that it works with both kinds of paths. fsspec's own objects are not used,
+because their directory cache hides files that other ranks have just written.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from lightning_hybrid.checkpoint.storage.atomic import MARK, resolve
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A path on a file system of fsspec, with the methods of `pathlib.Path` that checkpoints need.
+    """Path on a file system of fsspec, with the methods of `pathlib.Path` that checkpoints need.
 
     Args:
         url: The URL, with a protocol, and without a slash at its end.
@@ -121,7 +125,7 @@ class RemotePath:
             files.rm([f"{path}/{name}" for name in sorted(names)], recursive=True)
 
 
-#: The place of a checkpoint.
+#: The place of a checkpoint or of a file in it: on a mounted disk, or on another file system.
 Place = Path | RemotePath
 
 
@@ -137,7 +141,7 @@ def is_directory(place: Place, *, or_unfinished: bool = True) -> bool:
 
     Args:
         place: The place.
-        or_unfinished: If True, incomplete directories count, too.
+        or_unfinished: If True, any directory counts, too, such as an incomplete checkpoint.
     """
     found = resolve(place) if isinstance(place, Path) else place
     return (found / MARK).is_file() or (or_unfinished and found.is_dir())
@@ -152,6 +156,8 @@ def remove_directory(place: RemotePath) -> None:
 
 def dated(url: str) -> str | None:
     """Return the URL of the file with the time of a checkpoint: the checkpoint, or the file that is written last.
+
+    `strategy.launch` passes this function to Lightning's search for the last checkpoint (``ckpt_path="last"``).
 
     Args:
         url: The URL of the checkpoint, not on a disk.

@@ -2,6 +2,11 @@
 
 A pickle can call any function that its author has chosen. A harmless reader provides only the functions that construct
 tensors and plain containers. It replaces every other name by a dummy class without any effects.
+
+`storage.dcp` reads the index of a directory with :func:`read_harmless`. `inspect` and `export` read files with
+:func:`load_lenient`, because the user's classes may not be installed. `storage.checksums` finds the names of damaged
+tensors with :func:`record_names`. torch's ``weights_only=True`` also runs no code, but raises an error at the first
+unknown class, so it cannot read such files.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ def load_lenient(file: Path | BinaryIO, *, mmap: bool | None = None, trusted: bo
     Args:
         file: The file.
         mmap: As for `torch.load`.
-        trusted: If True, objects are constructed if their classes exist; otherwise all of them are replaced by dummies.
+        mmap: As for `torch.load`.
+        trusted: If True, objects are constructed if their classes exist. Otherwise, all objects other than tensors and
+            plain containers are replaced by dummies, and no code of the file runs.
     """
     module = SimpleNamespace(Unpickler=_TrustingUnpickler if trusted else _Unpickler, __name__="pickle")
     return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=module)

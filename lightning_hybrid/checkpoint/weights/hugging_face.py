@@ -1,4 +1,11 @@
-"""Hugging Face folders: the tensors in a folder, and the part of a module that they match."""
+"""Hugging Face folders: the tensors in a folder, and the part of a module that they match.
+
+`Weights` makes a :class:`HuggingFaceFolder` for a folder of initial weights; `export` writes such folders and uses the
+names of files. `from_pretrained` is not used: it needs a full model in each process, while here each rank reads only
+the tensors of its stage, under the names of the user's LightningModule.
+
+The *part* of a module is the submodule whose tensors have the names of the folder, such as ``model.bert``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +47,7 @@ class HuggingFaceFolder:
 
     Raises:
         FileNotFoundError: If a file in the index does not exist.
-        ValueError: If a file is damaged.
+        ValueError: If a file or the index is damaged, or the index names a tensor that its file does not contain.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +87,9 @@ class HuggingFaceFolder:
         return self._files[name].read(name)
 
     def names_in(self, module: nn.Module) -> tuple[str, dict[str, str]]:
-        """Find the part of a module that has most of the folder's tensors, and the fewest other tensors.
+        """Find the part of a module that has most of the folder's tensors, by name and shape.
+
+        Of several such parts, the part with most names of the folder wins, and then the part with the fewest tensors.
 
         A module holds a model in an attribute, and the folder may belong to a model without the module's head. So
         ``layers.0.weight`` may match ``model.layers.0.weight``, ``model.model.layers.0.weight``, and so on.

@@ -1,4 +1,8 @@
-"""Files of named tensors, which are mapped into memory: a tensor is read only when it is used."""
+"""Files of named tensors, which are mapped into memory: a tensor is read only when it is used.
+
+`Weights` and `HuggingFaceFolder` open each file of initial weights with it. Every rank opens the file of the full
+model, but uses only some tensors, so reading all of it would need the memory of the full model in each process.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file from which only names and shapes have been read.
+    """File from which only names and shapes have been read.
 
     Attributes:
         shapes: The shapes of its tensors, by name.
-        read: Returns the tensor with a name.
+        read: Returns the full tensor with a name, on the host.
     """
 
     shapes: dict[str, torch.Size]

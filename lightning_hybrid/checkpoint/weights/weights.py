@@ -1,4 +1,12 @@
-"""Weights of an earlier training, from a file, a directory or a state dict. Each rank loads its part."""
+"""Weights of an earlier training, from a file, a directory or a state dict. Each rank loads its part.
+
+`ModuleParallelizer` makes a :class:`Weights` when the module is sharded, for `initial_weights` and for
+`strategy.load_weights`. Loading the weights in the user's code before that would need the full model in each process. A
+checkpoint that a run resumes from is read by `Checkpointer` instead, because it also has optimizer states.
+
+Nothing here communicates; the callers use :func:`agree`, so that an error of one rank is raised on all ranks. *Tied*
+parameters are one parameter with several names.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +61,8 @@ class Weights:
         """Return the shapes of the available tensors, by their names in a module.
 
         Raises:
-            ValueError: If a Hugging Face folder matches no part of the module, or several parts.
+            FileNotFoundError, ValueError: If a Hugging Face folder matches no part of the module, or several parts; or
+                if a directory contains no complete checkpoint.
         """
         if self._folder is not None:
             _, names = self._folder.names_in(module)
@@ -70,7 +79,7 @@ class Weights:
 
         Args:
             module: The user's module, parallelized. Its `strict_loading` determines if names may differ.
-            parameters: The places of its tensors.
+            parameters: The places of its tensors, which are used only for a directory.
             share: (number, count): the part of each file, out of equally large parts, whose checksums this rank
                 verifies.
 

@@ -1,4 +1,9 @@
-"""Gradients of unsharded parameters, of which each replica receives the mean of its rows."""
+"""Gradients of unsharded parameters, of which each replica receives the mean of its rows.
+
+`ZeroParameters` makes a :class:`ZeroGradients`, and `GradientSync` reduces its buckets like other buckets. *Rows* are
+the part of a parameter that a replica holds, see `RowShards`. The *root* group has the parameters that belong to no
+single layer. A layer is *reached* when a backward first needs its parameters.
+"""
 
 from __future__ import annotations
 
@@ -78,15 +83,15 @@ def _add(shard: nn.Parameter, gradient: Tensor) -> None:
 
 
 class ZeroGradients:
-    """Puts gradients into buckets, and starts their reduction.
+    """The buckets for the gradients of a rank's unsharded parameters, and the start of their reduction.
 
     Args:
         groups: The parameters of the layers of each stage of this rank.
         root: The parameters outside these layers.
         zero_stage: With stage 1, gradients are reduced once per step, in buckets by size; with other stages after each
             backward, layer by layer.
-        reshard_after_forward: If True, parameters are also gathered in backward, and gradients are reduced at fixed
-            points in the order of these gathers.
+        reshard_after_forward: If True (only with stage 3), parameters are also gathered in backward, and gradients are
+            reduced at fixed points in the order of these gathers.
     """
 
     def __init__(
@@ -146,11 +151,13 @@ class ZeroGradients:
         return buckets
 
     def launch_behind(self, stage: int, index: int) -> None:
-        """Reduce the gradients of the layers after a layer that a backward has reached, because these are final.
+        """Start to reduce the gradients of the layers after a layer that a backward has reached, as these are final.
+
+        A `Prefetcher` calls this. It does nothing unless layers are resharded after each forward.
 
         Args:
             stage: The stage.
-            index: The index of the layer.
+            index: The index of the layer among the layers of the stage with sharded parameters.
         """
         if stage in self._prefetched:
             behind = self._groups[stage][index + 1 :]

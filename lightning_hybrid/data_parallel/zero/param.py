@@ -1,4 +1,13 @@
-"""A parameter that replicas shard: the rows of a rank between steps, and the unsharded parameter during a step."""
+"""A parameter that replicas shard: the rows of a rank between steps, and the unsharded parameter during a step.
+
+`shard_module` replaces parameters by shards. `ZeroParameters` makes a :class:`ShardedParameter` for each shard when a
+run starts. Memory reports and estimates use :class:`RowShards`. torch's `fully_shard` is not used: it changes the
+classes of modules, and gathers whenever a module runs, so the order of collectives would differ between replicas that
+use different layers.
+
+The *owners* of a parameter are the modules in which it is registered, with its names there. The *flat* tensor of a
+parameter has the padded shards of all replicas, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +46,7 @@ class RowShards:
 
     Attributes:
         shape: The shape of the tensor.
-        dim: The dimension.
+        dim: The dimension along which rows are counted.
         num_ranks: The number of replicas.
     """
 
@@ -103,7 +112,7 @@ def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
-    """Register a parameter in these modules, under these names."""
+    """Register a parameter in its owners, in place of the parameter there."""
     for part, name in owners:
         if hasattr(part, FLAT_WEIGHTS):  # a recurrent layer, whose `__setattr__` updates its list of parameters
             setattr(part, name, parameter)
@@ -153,11 +162,11 @@ def unsharded_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) -> nn.Parameter:
-    """Return one replica's shard of a parameter.
+    """Return one replica's shard of a parameter, with its own memory. Nothing is communicated.
 
     Args:
         parameter: A plain parameter, or a parameter that is sharded over the tensor-parallel ranks.
-        mesh: The tensor-parallel ranks, if there are several, times the replicas.
+        mesh: The tensor-parallel ranks, if there are several, times the replicas, which are the last axis.
         rank: The rank of this replica.
         num_ranks: The number of replicas.
 
@@ -194,7 +203,7 @@ def full_parameter(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def unshard(shard: nn.Parameter) -> nn.Parameter:
-    """Return a parameter like the original argument of :func:`shard`; a collective of the replicas."""
+    """Return a parameter like the original argument of :func:`shard`. All replicas must call this."""
     before: _Unsharded = vars(shard)[_UNSHARDED]
     return before.parameter(all_gather_zero(shard), shard)
 
@@ -216,6 +225,11 @@ class ShardedParameter:
         aliased: If True, the shard is a view of the flat tensor, which then always has memory.
 
     Attributes:
+        sharded: The shard, which optimizers and checkpoints use.
+        unsharded: The unsharded parameter, a view of `flat`. It has no memory while `flat` has none.
+        flat: The padded shards of all replicas, ``num_ranks * padded_numel`` elements.
+        owners: The argument `owners`.
+        rows: The division of the rows over the replicas.
         is_written: True if a step has written the unsharded parameter, so that the shard is out of date.
     """
 

@@ -1,4 +1,10 @@
-"""Parameters that are unsharded together, with one all-gather for each dtype and device."""
+"""Parameters that are unsharded together, with one all-gather for each dtype and device.
+
+`ZeroParameters` makes a group for each layer, and a root group for the other parameters. A `Prefetcher` calls the
+groups of layers in order. One all-gather for each parameter would be slower, and one for the whole model would need the
+memory of all parameters at once. A parameter is *unsharded* while it has the values of all rows, and *resharded* when
+only the rows of this replica are needed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +60,10 @@ class ParameterGroup:
 
     @torch.no_grad()
     def unshard_async(self) -> None:
-        """Start to gather the shards, unless the gather has started, or the parameters are unsharded."""
+        """Start to gather the shards, unless the gather has started, or the parameters are unsharded.
+
+        All replicas must call this in the same order of groups.
+        """
         if self.is_unsharded or self._in_flight:
             return
         group = self._group()
@@ -66,7 +75,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """Wait until all values are in place."""
+        """Wait until all values are in place. Start the gather if it has not started."""
         if self.is_unsharded:
             return
         self.unshard_async()
@@ -112,5 +121,5 @@ class ParameterGroup:
             parameter.to_sharded()
 
     def abandon(self) -> None:
-        """Drop collectives in flight after a failure."""
+        """Drop collectives in flight after a failure. Parameters keep their state."""
         self._in_flight.clear()

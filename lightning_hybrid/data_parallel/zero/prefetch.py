@@ -1,4 +1,13 @@
-"""The order in which layers are unsharded, which is the same on every replica, whichever layers it uses."""
+"""The order in which layers are unsharded, which is the same on every replica, whichever layers it uses.
+
+`ZeroParameters` has a prefetcher for all layers of this rank, which gathers each layer once in a step, and one for each
+stage, which gathers its layers in each forward and each backward. Its hooks call :meth:`Prefetcher.unshard` when a
+layer runs. A gather when each layer runs would be simpler. But then the device would wait for each gather, and replicas
+that use different layers would start different collectives.
+
+The layer *in flight* is the layer whose gather has started. A layer is *reached* when it is unsharded in the order, or
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +35,12 @@ class Prefetcher:
         groups: The parameters of each layer, in the order of the model.
         keeps_unsharded: If True, layers stay unsharded until other code reshards them, so each step gathers each layer
             once.
-        on_unshard: Called in a backward with the index of each layer that is reached. If layers are used in their
-            order, the gradients of later layers are final.
+        on_unshard: Called in a backward with the index of each layer that is reached, also of a layer that this replica
+            skips, but only while `is_in_order` is True. The gradients of later layers are final then.
 
     Attributes:
-        is_in_order: True if each layer was used at most once, in order. The caller sets it at the start of a step.
+        is_in_order: True if each layer was used at most once, in order. The caller sets it to True at the start of a
+            step.
     """
 
     def __init__(
@@ -110,6 +120,8 @@ class Prefetcher:
 
 def post_backward_hook(tree: Any, hook: Callable[[], None]) -> Any:
     """Return the inputs of a layer, with a hook that is called when the gradients of all inputs have been computed.
+
+    Without gradients, or if no input requires one, the inputs are returned as they are, and the hook is never called.
 
     Args:
         tree: The inputs.

@@ -1,4 +1,10 @@
-"""Sharding of a module's parameters over replicas, and its reversal."""
+"""Sharding of a module's parameters over replicas, and its reversal.
+
+`ModuleParallelizer` calls :func:`shard_module` when it parallelizes a module, after tensor parallelism, and
+:func:`unshard_module` when it gathers the module. It calls :func:`take_places` for a second run with the same module.
+`strategy.layout` finds layers by :func:`listed_layers` if there are no stages, and `ZeroParameters` groups parameters
+by :func:`own_parameters`. Sharding is separate from `ZeroParameters`, because a module stays sharded between runs.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,11 @@ from lightning_hybrid.distributed.mesh import Mesh
 
 
 def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Shard every parameter over the replicas, with the values of the first replica.
+    """Shard every parameter over the replicas, with the values of the first replica. Every rank must call this.
 
     Parameters are sharded one by one, so that a device never holds more than one unsharded parameter. Parameters that
-    an earlier run or the user has sharded are skipped.
+    an earlier run or the user has sharded are skipped, and so are placeholders. Parameters with fewer than two rows
+    stay as they are, with the values of the first replica.
 
     Args:
         module: The module, with placeholders for tensors of other stages.
@@ -41,7 +48,7 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
 
 
 def unshard_module(module: nn.Module) -> None:
-    """Undo :func:`shard_module`, on every rank."""
+    """Undo :func:`shard_module`. Every rank must call this, because it gathers parameters."""
     owners = find_owners(module)
     for parameter in [each for each in module.parameters() if is_shard(each)]:
         set_parameter(unshard(parameter), owners[id(parameter)])

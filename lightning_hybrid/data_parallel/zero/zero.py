@@ -2,8 +2,13 @@
 
 `shard_module` has sharded the parameters before. :class:`GradientSync` makes the object through
 `ModuleParallelizer.make_zero` when a run starts, keeps it as ``zero``, and calls it around each step and each backward.
-Training steps and step programs call it around forwards. Hooks on the modules gather each layer before it runs.
+Training steps and step programs also call it around forwards. Hooks on the modules gather each layer before it runs.
 Gradients are reduced to shards, and optimizers have states for shards only.
+
+The *replicas* are the data-parallel ranks. Each has some *rows* of a sharded parameter, its *shard*. A step is *open*
+from :meth:`ZeroParameters.open` to :meth:`ZeroParameters.close`, while layers find unsharded parameters. The *root*
+group has the parameters that belong to no single layer. Methods that gather or reduce are collectives: all replicas
+must call them in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +36,11 @@ from lightning_hybrid.torch_internals import DisableTorchFunction
 
 @dataclass
 class _Unfollowed:
-    """A hook that runs outside of tracing and compilation. As an object, it is copied when its module is copied."""
+    """A hook that runs outside of tracing and compilation. It is an object, so copying its module also copies it.
+
+    Attributes:
+        hook: The function that torch should call.
+    """
 
     hook: Callable[..., Any]
 
@@ -89,7 +98,8 @@ class ZeroParameters:
 
     Attributes:
         is_active: True, because parameters are sharded; False for :class:`NoZero`.
-        keeps_layers: True with stages 1 and 2, where unsharded parameters always have memory.
+        keeps_layers: True with stages 1 and 2, where unsharded parameters always have memory, of which the shards are
+            views.
         parameters: The sharded parameters, by the identity of the shard.
         reduces_each_backward: True if gradients are reduced after each backward, and not only after the last backward
             before an optimizer step. Replicas must then run equally many microbatches.
@@ -158,7 +168,7 @@ class ZeroParameters:
         return [form for parameter in self.parameters.values() for form in (parameter.sharded, parameter.unsharded)]
 
     def shards(self) -> dict[int, nn.Parameter]:
-        """Return the shard of each sharded parameter, by the identities of both its forms."""
+        """Return the shard of each sharded parameter, by the identity of each of its two forms."""
         both = ((form, each.sharded) for each in self.parameters.values() for form in (each.sharded, each.unsharded))
         return {id(form): shard for form, shard in both}
 
@@ -273,18 +283,20 @@ class ZeroParameters:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def unshard_layers(self) -> None:
-        """Gather the parameters of all layers, for code around the layers that uses them."""
+        """Gather the parameters of all layers, for code around the layers. All replicas must call this."""
         for position, group in enumerate(self._groups):
             if not group.is_unsharded:
                 _Unfollowed(self._prefetcher.unshard)(position)
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if the parameters of all layers are gathered."""
+        """True if the parameters of all layers are gathered. The root group is not considered."""
         return all(group.is_unsharded for group in self._groups)
 
     def unsharded(self, parameter: Tensor) -> Tensor | None:
         """Return the unsharded form of a parameter, with its values in place; ``None`` for other tensors.
+
+        If the parameter is not gathered, this gathers all layers, so all replicas must call this.
 
         Args:
             parameter: Any tensor; a sharded parameter in either form.
@@ -299,6 +311,8 @@ class ZeroParameters:
 
     def note_write(self, parameter: Tensor) -> None:
         """Record that the step writes the unsharded form of a parameter, so that replicas keep their rows of it.
+
+        With stages 1 and 2, shards are views of the unsharded form, so nothing must be recorded.
 
         Args:
             parameter: The parameter in either form. All replicas write it.
@@ -383,7 +397,7 @@ class ZeroParameters:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Leave the shards in the module, in separate memory, and remove all hooks."""
+        """Leave the shards in the module, in separate memory, and remove all hooks, at the end of a run."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,12 @@
-"""Messages of the host between ranks of a group. On one node, small messages use sockets, without a thread."""
+"""Messages of the host between ranks of a group. On one node, small messages use sockets, without a thread.
+
+The mesh connects the ranks of its control group by :func:`connect`. :class:`~.posted_broadcast.PostedBroadcast` sends
+batches, results, signals and layers through the result, and `pipeline_parallel.p2p` sends messages between stages that
+are on the host.
+
+A message is *eager* if the sender does not wait for its receive. A receive is *posted* when the receiver has passed a
+tensor for it, and *taken* when its bytes have been read from the socket.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +82,7 @@ class HostMessages:
     Args:
         group: The ranks, over gloo. It sends large messages and messages to other nodes.
         sockets: The sockets that :func:`connect` has connected, by rank in the group.
-        timeout: The time after which a wait fails.
+        timeout: The time after which a wait for a message through a socket fails. The group has its own timeout.
 
     Attributes:
         timeout: The timeout in seconds.
@@ -110,7 +118,8 @@ class HostMessages:
             The pending message; ``None`` if the message has been copied.
 
         Raises:
-            DistNetworkError: If the receiver has left.
+            DistNetworkError: If the receiver has left, or too many messages to it have waited for room until the
+                timeout.
         """
         [tensor] = tensors
         connected = self._peers.get(peer)
@@ -141,7 +150,11 @@ class HostMessages:
         return connected.post(tensor, tag)
 
     def flush(self) -> None:
-        """Wait until the kernel has copied all messages that were sent."""
+        """Wait until the kernel has copied all messages that were sent through sockets.
+
+        Raises:
+            DistNetworkError: If a receiver has left, or the timeout has passed.
+        """
         for peer in self._peers.values():
             peer.flush()
 
@@ -354,7 +367,7 @@ def connect(group: dist.ProcessGroup, local: Iterable[int], timeout: timedelta) 
 
     Args:
         group: The group, over gloo.
-        local: The ranks in the group that are on this node.
+        local: The ranks in the group that are on this node, with this rank or without it.
         timeout: The timeout of each message and of this function.
     """
     own = group.rank()

@@ -1,4 +1,14 @@
-"""The ranks that read each tensor of a batch: other ranks need not receive the tensor."""
+"""The ranks that read each tensor of a batch: other ranks need not receive the tensor.
+
+Without a search, each rank of a pipeline would receive each batch in full, although only the first stage reads the
+inputs, and only the last stage the labels. The user does not declare this, so the reads of the first batch decide.
+`trainer.dataloader` makes a :class:`LeafReaders` for each loader of a pipeline whose shapes are not dynamic, and passes
+it to `TreeBroadcast` as the selection. `World` makes one :class:`LeafFetch`, and `RunWatch` calls its
+:meth:`LeafFetch.look` and :meth:`LeafFetch.end`.
+
+A *leaf* is a value of a batch that is not a container. Its *readers* are the ranks that read it. The *source* is the
+rank that loads the batches. The *store* is torch's store of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +72,7 @@ class LeafFetch:
     Args:
         store: A store that all ranks see.
         watched: Another client of the store, for the watcher.
-        key: Returns the key of an entry of this run.
+        key: Returns the key in the store for the name of an entry of this run, as `Board.key` does.
         is_over: Returns True if the run is over or a rank has failed, so that no rank may answer.
     """
 
@@ -77,7 +87,7 @@ class LeafFetch:
         self._num_loaders = self._num_answered = 0
 
     def add(self, readers: LeafReaders) -> int:
-        """Register a loader, and return its number. All ranks must register their loaders in the same order."""
+        """Register a loader, and return its number, from 1. All ranks must register their loaders in the same order."""
         self._num_loaders += 1
         self._loaders[self._num_loaders] = ref(readers)
         return self._num_loaders
@@ -121,7 +131,7 @@ class LeafFetch:
             into: A tensor that gets the values.
 
         Returns:
-            True if the source still had the tensor.
+            True if the source still had the tensor. False also if the run is over, or the loader is of an earlier run.
         """
         if self._is_over() or not any(readers is each for each in self._living()):
             return False
@@ -142,7 +152,13 @@ class LeafFetch:
 
 
 class _Noted(NamedTuple):
-    """A batch that all ranks have received, with a record of the leaves that this rank has read."""
+    """A batch that all ranks have received in full, with a record of the leaves that this rank has read.
+
+    Attributes:
+        number: The number of the batch of this loader, from 1.
+        meta: The description of the batch, without plain values: its form.
+        is_read: For each leaf, True if this rank has read it.
+    """
 
     number: int
     meta: TreeMeta
@@ -150,7 +166,13 @@ class _Noted(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The tensors of a batch that were not sent to all ranks, by position, with their versions."""
+    """The tensors of a batch that were not sent to all ranks. The source keeps them for ranks that request them.
+
+    Attributes:
+        number: The number of the batch of this loader, from 1.
+        meta: The description of the batch.
+        leaves: For each position of such a tensor, the tensor and its version when the batch was sent.
+    """
 
     number: int
     meta: TreeMeta
@@ -193,7 +215,10 @@ class LeafReaders:
         return len(self._kept) > 0
 
     def settle(self) -> None:
-        """Exchange the records of batches whose steps have ended on all ranks, which call this before each batch."""
+        """Exchange the records of batches whose steps have ended. All ranks of the group call this before each batch.
+
+        This is a collective if a new form waits for its exchange; this rank also fetches tensors to which it refers.
+        """
         self.fetch_kept(before=self._number)
         while self._noted and self._noted[0].number < self._number:
             _, meta, is_read = self._noted.popleft()
@@ -227,7 +252,7 @@ class LeafReaders:
         return None if num_bytes < _LEAST or all_read or (ranks and num_bytes <= SMALL) else ranks
 
     def choose(self, meta: TreeMeta, leaves: list[Any]) -> Readers | None:
-        """Return the ranks that receive each leaf of a batch. The source calls this."""
+        """Return the ranks that receive each leaf; ``None`` if all ranks receive all. The source calls this."""
         self._number += 1
         self._note(meta)
         readers = self._readers.get(meta)
@@ -281,6 +306,11 @@ class LeafReaders:
         """Return the bytes of a tensor that a rank requests, and send the rank this tensor from now on.
 
         The watcher's thread of the source calls this.
+
+        Args:
+            number: The number of the batch.
+            index: The position of the leaf.
+            reader: The rank in the group that requests the tensor.
 
         Returns:
             The bytes; empty if the tensor has been dropped, or modified since it was loaded.

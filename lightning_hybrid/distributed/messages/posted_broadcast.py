@@ -1,4 +1,9 @@
-"""Broadcasts of bytes from one rank to the other ranks of its group, by messages whose receives are posted ahead."""
+"""Broadcasts of bytes from one rank to the other ranks of its group, by messages whose receives are posted ahead.
+
+`Mesh.posted_broadcast` makes these objects, one for each use and source: signals before each batch
+(`strategy.watch.signals`), and the batches, results and layers that :class:`~.tree_broadcast.TreeBroadcast` sends
+through them.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,9 @@ class PostedBroadcast:
     Attributes:
         source: The rank in the group that sends.
         is_source: True if this rank is the source.
-        awaited: The message that this rank waits for: its channel, the global rank that must act, and its number;
-            ``None`` if this rank does not wait. Other threads may read this.
+        awaited: The message that this rank waits for: its channel, the global rank that must act (the sender, or the
+            receiver that must post its receive), and its number from 1; ``None`` if this rank does not wait. Other
+            threads may read this.
     """
 
     def __init__(self, messages: HostMessages, source: int, tag: int, name: str) -> None:
@@ -138,7 +144,11 @@ class PostedBroadcast:
         return self.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the message of the first posted receive, and forward the message. The source does not call this."""
+        """Wait for the message of the first posted receive, and forward it. The source does not call this.
+
+        Returns:
+            The tensor that was passed to :meth:`post`.
+        """
         work, data, readers = self._posted.popleft()
         assert self._from is not None
         self.awaited = *self._from, self._num_posted - len(self._posted)

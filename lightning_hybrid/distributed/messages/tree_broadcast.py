@@ -1,4 +1,14 @@
-"""Broadcasts of trees from one rank to its group: a tree's meta is sent only if it is new, its values every time."""
+"""Broadcasts of trees from one rank to its group: a tree's meta is sent only if it is new, its values every time.
+
+`trainer.dataloader` broadcasts batches from the rank that loads them. `StepContext` broadcasts the results of a step
+and metrics from the last stage, and `trainer.layer_exchange` broadcasts outputs of layers in steps that all ranks run
+together. They use a :class:`TreeBroadcast` instead of torch's `broadcast_object_list`, which pickles tensors, and takes
+two collectives in which each rank waits.
+
+A *meta* is the description of a tree without the values of its tensors, see
+:mod:`~lightning_hybrid.distributed.pytree`. A *subject* is a number with which sender and receiver check that they run
+the same code.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +36,8 @@ _MOST_METAS = 4096  # the number of metas that are remembered
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """Broadcast a picklable value, in one message if it is small. torch sends the length in a separate message.
 
+    Every rank of the group must call this.
+
     Args:
         value: The value on the source; ignored on other ranks.
         source: The rank in the group that has the value.
@@ -51,6 +63,8 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
 
 def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
     """Reduce a tensor over a group. The mean is supported also on backends that do not support it.
+
+    Every rank of the group must call this.
 
     Args:
         tensor: The tensor, which may be modified in place.
@@ -133,7 +147,7 @@ class TreeBroadcast:
     The meta of a tree is sent when it is new, and later referred to by number. Tensors on the host are sent through the
     host, so that receivers can read them without waiting for a device. The receive of the first message is posted when
     this object is made, and the receive of each later message when a tree has arrived. The source copies the tensors
-    that it sends, and does not wait.
+    that it sends through the host, and waits only for messages of the previous tree that gloo has not delivered yet.
 
     Args:
         messages: The messages from the source to the other ranks, for decisions and for tensors on the host.
@@ -178,10 +192,16 @@ class TreeBroadcast:
 
         Args:
             tree: The tree on the source; ignored on other ranks.
-            selection: Chooses the ranks that receive each tensor on the host. It is passed on all ranks or on none.
+            selection: Chooses the ranks that receive each tensor on the host. It is passed on all ranks or on none;
+                ``None`` sends all tensors to all ranks.
 
         Returns:
             The tree of the source. On the source, this is the same object.
+
+        Raises:
+            Exception: On the source, any exception if a value cannot be pickled, or a `TypeError` if a tensor is not
+                dense. Nothing has been sent then, so the source can call :meth:`fail`.
+            StopIteration, PeerFailedError, WrongUseError: On other ranks, as in :meth:`receive`.
         """
         if self.is_source:
             self._send(tree, selection)

@@ -1,4 +1,14 @@
-"""The board: entries in the store of all ranks, through which the watchers of a run exchange information."""
+"""The board: entries in the store of all ranks, through which the watchers of a run exchange information.
+
+The *store* is torch's key-value store, through which the process groups were made. The *watch* of a rank is the code in
+`distributed.watch`, most of which runs on the *watcher*, a thread. `strategy.watch.start_watch` makes two boards for a
+rank: one for the thread of the run, and one for the watcher. Collectives cannot carry this information, because the
+watch must work while ranks wait in collectives.
+
+A *record* is the description of a rank, see `record`. A *heartbeat* is a new version of a record. A *cause* is the
+first failure of a run. A rank *calls* for answers by an entry, and every watcher answers. A *flag* is a yes-or-no fact
+for all ranks. At a *meeting*, ranks compare their steps, see `desync`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,7 @@ from lightning_hybrid.distributed.watch.record import Answer, Record, Waiting, d
 
 _ROOT = "lightning_hybrid/watch"
 
-TERMINATE, REQUEUE = "terminate", "requeue"  # flags that a rank raises when it receives a signal
+TERMINATE, REQUEUE = "terminate", "requeue"  # names of flags that a rank raises when it receives a signal
 POSITIONS = "positions"  # the kind of a call whose answers show which rank stalls the run
 
 
@@ -43,6 +53,9 @@ class _Shared:
 
 class Board:
     """The entries of the watch in the store. No other code of the watch reads or writes the store.
+
+    Most methods raise an error of torch (`DistError`) if the store is lost, and wait if it does not respond.
+    `LeafFetch` uses :meth:`key` for its own entries.
 
     ::
 
@@ -75,7 +88,7 @@ class Board:
         self._shared = _Shared() if shared is None else shared
 
     def over(self, store: Store) -> Board:
-        """Return the same board over another client of the store: a client is locked while it waits for a key."""
+        """Return the same board over another client of the store, as a client is locked while it waits for a key."""
         return Board(store, rank=self.rank, size=self.size, shared=self._shared)
 
     def key(self, name: str) -> str:
@@ -113,7 +126,8 @@ class Board:
         """Write the record of this rank, which is also a heartbeat.
 
         Args:
-            changes: The new values of attributes of the record.
+            changes: The new values of attributes of the record, by name. After :meth:`finish`, changes of waits are
+                ignored.
         """
         self._write(changes)
 
@@ -127,7 +141,7 @@ class Board:
             self._store.set(self.key(f"record/{self.rank}"), encode(shared.record))
 
     def wait(self, waiting: Waiting | None) -> None:
-        """Write what this rank waits for, and update the number of waiting ranks.
+        """Write what this rank waits for, and update the number of waiting ranks. Does nothing after :meth:`finish`.
 
         Args:
             waiting: The collectives and messages. The same object as in the last call means that the rank waits for the
@@ -151,7 +165,7 @@ class Board:
         """Write that this rank has finished the run, so that waiting for it is useless.
 
         Args:
-            waiting: All collectives and messages that it has started.
+            waiting: All collectives and messages that it has started, with ``finished=True``.
         """
         with suppress(Exception):  # if the store is lost, no rank reads the entry
             self._write({"waiting": waiting, "stamp": self.own.stamp + 1}, is_final=True)
@@ -220,7 +234,10 @@ class Board:
         return bool(first == own.encode())
 
     def read_cause(self) -> tuple[str, str] | None:
-        """Return the kind and the text of the first failure; ``None`` if no rank has written one."""
+        """Return the kind and the text of the first failure; ``None`` if no rank has written one.
+
+        It also writes that this rank has read the failure.
+        """
         if not self._has("cause"):
             return None
         kind, text, _ = decode(self._store.get(self.key("cause")))
@@ -240,7 +257,8 @@ class Board:
         """Ask the watchers of all living ranks for answers. Ranks that notice the same problem make the same call.
 
         Args:
-            kind: ``"positions"`` if a judge must compare the answers to find a stall.
+            kind: :data:`POSITIONS` if a judge must compare the answers to find a stall; empty if it only matters which
+                ranks answer, and in which functions they are.
 
         Returns:
             The number of the call.
@@ -284,7 +302,7 @@ class Board:
         return self._has(f"flag/{name}")
 
     def claim(self, name: str) -> bool:
-        """Return True on the first rank that calls this with a name in this run."""
+        """Return True on the first rank that calls this with a name in this run, and only for its first call."""
         return self._store.add(self.key(f"claim/{name}"), 1) == 1
 
     # -- the comparison of steps ---------------------------------------------------------------------------------------
@@ -304,7 +322,7 @@ class Board:
         Args:
             meeting: The name of the meeting.
             ranks: The ranks that meet.
-            told: The call that this rank makes, for the text about a difference.
+            told: The call that this rank makes, as JSON types, for the text about a difference.
             digest: A number that is the same on ranks that make the same call.
 
         Returns:
@@ -327,7 +345,7 @@ class Board:
         return False if self._has(f"meeting/{meeting}/different") else None
 
     def told_at(self, meeting: str, ranks: Iterable[int]) -> Mapping[int, Any]:
-        """Return the calls of the ranks that have arrived at a meeting, by rank."""
+        """Return the arguments `told` of :meth:`arrive` of the ranks that have arrived at a meeting, by rank."""
         names = {rank: f"meeting/{meeting}/of {rank}" for rank in ranks}
         return {rank: decode(self._store.get(self.key(name))) for rank, name in names.items() if self._has(name)}
 

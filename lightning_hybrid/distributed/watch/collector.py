@@ -1,4 +1,9 @@
-"""Python's garbage collector, which threads of a run disable temporarily."""
+"""Python's garbage collector, which threads of a run disable temporarily.
+
+`watched_thread` disables the collector while it reads the stack of another thread, because garbage collection there can
+crash the process (CPython 3.11). `pipeline_parallel.frame` disables it while it traces a step. Both may do so at the
+same time, so a plain `gc.disable` and `gc.enable` are not sufficient.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The connections of process groups. Shutting them down wakes a rank that waits for another one."""
+"""The connections of process groups. Shutting them down wakes a rank that waits for another one.
+
+`HybridStrategy` makes a :class:`Connections` before the groups. Code that makes groups enters
+:meth:`Connections.opened`. `RankWatch` reads :meth:`Connections.num_lost` to notice that another rank has gone, and
+calls :meth:`Connections.shut_down`, through `StartWatch`, when this rank must end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class Connections:
         self._lasting: set[tuple[int, int]] = set()
 
     def watch_opened(self, store_port: int | None = None) -> None:
-        """Count the sockets that are open now in :meth:`num_lost`.
+        """Count the group sockets that are open now in :meth:`num_lost`.
 
         Usually these sockets are closed only when a process ends.
 

@@ -1,4 +1,14 @@
-"""A check that ranks do the same in each step: changes are noted, and compared while training continues."""
+"""A check that ranks do the same in each step: changes are noted, and compared while training continues.
+
+`trainer.debug.desync` notes events on the thread of the run: batches, logged values and their reductions. `RankWatch`
+calls :meth:`Desync.look` on the watcher. If ranks do different things, they would wait for each other, or train a wrong
+model without an error. A collective in each step would find this too, but every step would wait for the slowest rank,
+and the collective itself could be matched with another collective.
+
+An *event* is a point in a step that all compared ranks must reach, such as the start of a batch. Its *key* changes if
+any of its values changes, so an unchanged key costs nothing. A *meeting* is an event with a new key, at which the ranks
+wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +145,9 @@ class DesyncWatch:
             describe: Returns the values to compare, by name. It is called only if the key has changed.
 
         Raises:
-            WrongUseError: If the ranks note different values. All ranks raise it, with the same text.
+            WrongUseError: If the ranks note different values for a new key. All ranks raise it, with the same text. If
+                the key is known, the watcher finds the difference later, and ends all ranks.
+            RuntimeError: If a rank does not come to a meeting within the timeout.
             Exception: The failure of another rank, if it is known.
         """
         if self._failures.is_known:
@@ -204,7 +216,7 @@ class DesyncWatch:
         return f"Rank {self._rank} waited {self._timeout:.0f} s at {where}, but {who} did not reach this point. [LH208]"
 
     def meeting(self) -> Meeting:
-        """Return the meeting at which this rank waits for the others. The watcher calls this."""
+        """Return the meeting of this rank; its place is empty if this rank does not wait. The watcher calls this."""
         return Meeting(f"desync of {self._name}", self._ranks, self.events, self._waits_at, self._waits_since)
 
     def _raise_cause(self) -> NoReturn:
@@ -213,7 +225,11 @@ class DesyncWatch:
         raise cause
 
     def look(self) -> Verdict | None:
-        """Write new changes, and compare with the first of the ranks. The watcher calls this."""
+        """Write new changes, and compare with the first of the ranks. The watcher calls this.
+
+        Returns:
+            The verdict about the first difference; ``None`` if no difference is known.
+        """
         if self._takes_part:
             with suppress(Exception):  # if the store is lost, the run ends for that reason
                 return self._look()
@@ -282,7 +298,7 @@ class Desync:
         failures: The first failure.
         board: The board, over the store client of the run's thread.
         watched: The board, over the watcher's client of the store.
-        model_groups: The global ranks of each replica.
+        model_groups: The global ranks of each replica, by data rank.
         timeout: The seconds that ranks wait for each other.
 
     Attributes:
@@ -319,7 +335,7 @@ class Desync:
         return next((each for each in verdicts if each is not None), None)
 
     def meetings(self) -> list[Meeting]:
-        """Return the meetings at which this rank waits for others. The watcher calls this."""
+        """Return the last meetings of this rank, at which it may wait for others. The watcher calls this."""
         return [self.model_group.meeting(), self.replicas.meeting()]
 
 

@@ -1,4 +1,9 @@
-"""The first failure of a run, with which every rank ends quickly."""
+"""The first failure of a run, with which every rank ends quickly.
+
+`StartWatch` makes a :class:`Failures` for a rank. `trainer.exceptions` and the step context call :meth:`Failures.leave`
+after an exception, and the watcher calls :meth:`Failures.learn`. Without it, a rank that waits for a failed rank would
+raise a network error after minutes, and the first cause would be in one of many logs.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +42,11 @@ class Failures:
         board: The board, over the store client of the run's thread.
 
     Attributes:
-        failed: If True, this rank failed, or left because another rank failed.
+        failed: If True, this rank failed, or left because another rank failed. It stays True in later runs.
         is_first: If True, this rank wrote the first failure.
         is_leaving: If True, this rank is leaving after an exception.
         is_interrupted: If True, this rank's groups were closed so that it runs the handler of SIGINT.
-        gone: The ranks whose processes are known to have ended.
+        gone: The ranks that are known to have gone: their processes have ended, or they have not answered calls.
         is_over: If True, all ranks have reached the end of this run together, and any of them may exit.
         is_store_silent: If True, the store exists and does not respond, so a request to it would wait forever.
     """
@@ -59,7 +64,7 @@ class Failures:
         return self._known is not None
 
     def begin(self) -> None:
-        """Begin a run. Entries of former runs are ignored."""
+        """Begin a run. Entries of former runs are ignored. A known failure remains."""
         self.is_leaving = self.is_over = self.is_interrupted = False
         self.gone.clear()
         self._board.begin()
@@ -79,7 +84,7 @@ class Failures:
 
         Args:
             error: The exception.
-            where: The rank, stage and action.
+            where: The rank, stage and action, as text.
             verbatim: If True, the other ranks raise the same text, because the error is about code that all ranks run.
         """
         if self.failed:
@@ -142,7 +147,7 @@ class Failures:
 
         Args:
             error: The exception of this rank. A transport error only shows that another rank has left.
-            where: The rank, stage and action.
+            where: The rank, stage and action, as text.
             abandon: Drops all pending work that keeps connections open.
             verbatim: The argument of :meth:`report`.
 

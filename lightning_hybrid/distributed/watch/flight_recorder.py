@@ -1,4 +1,8 @@
-"""The collectives of this rank, from torch's flight recorder, which records each collective when it starts."""
+"""The collectives of this rank, from torch's flight recorder, which records each collective when it starts.
+
+The watcher reads the collectives for which a rank waits, and `pipeline_parallel.links.traffic` reads the bytes of
+collectives. Wrapping torch's functions would miss collectives that C++ code starts, such as the ones of DTensors.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +44,9 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     result is empty.
 
     Args:
-        since: An earlier :attr:`Collectives.last`. Groups before it may have had the same names.
-        thread: The `threading.get_ident` of the thread whose pending collectives are returned.
+        since: An earlier :attr:`Collectives.last`; collectives up to it are omitted, because groups before it may have
+            had the same names. -1 omits none.
+        thread: The `threading.get_ident` of the thread whose pending collectives are returned; ``None`` for none.
     """
     found = Collectives(last=since)
     for entry in _entries():
@@ -69,7 +74,7 @@ def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
     longer listed count as the average of the others.
 
     Args:
-        since: The second value of an earlier call.
+        since: The second value of an earlier call; -1 for all collectives that are still listed.
 
     Returns:
         The bytes, and a number that grows with each collective.

@@ -1,4 +1,9 @@
-"""The actions that end a rank once the first failure is known, from the mildest to the strongest."""
+"""The actions that end a rank once the first failure is known, from the mildest to the strongest.
+
+`RankWatch` makes a :class:`Ladder`, and calls it at each look once the cause is known, on the watcher. Ending the
+process at once would be simpler, but an exception in the user's code lets callbacks, loggers and files be closed. A
+rank is *leaving* after an exception, while it closes its groups. The *cause* is the first failure of the run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,8 @@ class Ladder:
           1.5 s later    --> the thread is interrupted:  a rank in the user's code gets an exception, unless it saves
           1.5 s later    --> the process is ended:       the rank waits or computes outside of Python
 
-    A rank that is already leaving is left alone, unless it waits again.
+    A rank that is already leaving is left alone, unless it waits again for 3 s. A rank that reads or writes a
+    checkpoint, and does not wait for other ranks, is neither interrupted nor ended.
 
     Args:
         failures: The first failure.
@@ -74,6 +80,8 @@ class Ladder:
 
     def climb(self, cause: str, known_at: float) -> None:
         """Take the action that is due. The watcher calls this at every look after the cause is known.
+
+        If the store does not respond, another thread calls it.
 
         Args:
             cause: The text of the first failure.

@@ -1,4 +1,9 @@
-"""The ends of other ranks' processes on this node, which the kernel reports."""
+"""The ends of other ranks' processes on this node, which the kernel reports.
+
+`RankWatch` adds the ranks on its node when they begin a run, and takes ended ranks at each look. Other files use the
+description of a process, by which two ranks find out if they are on one node. Heartbeats alone would find an ended
+process too, but only after their timeout.
+"""
 
 from __future__ import annotations
 
@@ -81,13 +86,13 @@ class ProcessEnds:
         return ended
 
     def resume(self) -> None:
-        """Resume stopped processes."""
+        """Resume the processes of the watched ranks, if they are stopped (SIGCONT)."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching all ranks. Others can be added afterwards."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()

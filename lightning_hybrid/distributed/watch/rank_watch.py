@@ -1,4 +1,14 @@
-"""The watch of one rank: each look writes its own record, reads the records of others, judges them, and acts."""
+"""The watch of one rank: each look writes its own record, reads the records of others, judges them, and acts.
+
+`StartWatch` makes a :class:`RankWatch` for a rank as soon as there is a store, and `RunWatch` extends it with
+:meth:`RankWatch.open` for the work of each run. A :class:`~.watcher.Watcher` calls :meth:`RankWatch.look` about twice a
+second. torch's timeouts alone are not sufficient: they end a wait only after minutes, and do not show the rank that
+caused it.
+
+The *board* has the entries of all ranks in the store. A *sight* is the set of facts that a rank judges, and a *verdict*
+is the result, see `verdict.judge`. The *cause* is the first failure of the run. A *call* asks all watchers for an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +62,8 @@ class RankWatch:
                  board --> sight --> judge --> verdict --> board: the first failure
                  the first failure is known --> ladder: this rank ends
 
-    Every rank watches the processes on its node, and reads the answers to its calls. One rank reads the records of all
-    ranks: rank 0, or the lowest rank that has not finished the run.
+    Every rank watches the processes on its node, and reads the answers to its calls. One rank, while some ranks wait,
+    also reads the records of all ranks: rank 0, or the lowest rank that has not finished the run.
 
     Args:
         failures: The first failure.
@@ -68,9 +78,9 @@ class RankWatch:
 
     Attributes:
         ladder: Ends this rank.
-        waits: The argument of :meth:`open`; ``None`` before the first run.
-        stall: The argument of :meth:`open`.
-        comparisons: The argument of :meth:`open`.
+        waits: The argument of :meth:`open`; ``None`` before the first call.
+        stall: The argument of :meth:`open`; ``None`` before the first call, too.
+        comparisons: The argument of :meth:`open`; empty before the first call.
     """
 
     def __init__(
@@ -117,7 +127,7 @@ class RankWatch:
         self._sigterm_at: float | None = None
 
     def open(self, waits: Waits, stall: StallWatch | None, comparisons: Sequence[Comparison]) -> None:
-        """Begin to watch the work of a run, too.
+        """Begin to watch the work of a run, too. The thread of the run calls this.
 
         Args:
             waits: Writes what this rank waits for.
@@ -130,7 +140,7 @@ class RankWatch:
         self.waits, self.stall, self.comparisons = waits, stall, comparisons
 
     def close(self) -> None:
-        """End a run."""
+        """End a run: stop watching processes. The watcher must have been closed."""
         self._ends.close()
 
     def descriptors(self) -> Collection[int]:
@@ -138,7 +148,7 @@ class RankWatch:
         return self._ends.descriptors()
 
     def look(self, signals: Collection[int] = ()) -> None:
-        """Write, read, judge, and end this rank after a failure.
+        """Write, read, judge, and end this rank after a failure. The watcher calls this.
 
         Args:
             signals: The signals since the last look.

@@ -1,4 +1,12 @@
-"""The record of a rank: everything that its watcher tells the watchers of the other ranks."""
+"""The record of a rank: everything that its watcher tells the watchers of the other ranks.
+
+A :class:`~.board.Board` stores one record for each rank. The watcher of the rank writes it (heartbeats, waits,
+answers), and other watchers read it to judge the run. Records are JSON and not pickles, so data of other ranks cannot
+run code.
+
+A *channel* is a sequence of messages from one rank to another for one use. A *call* is a request of a rank to all
+watchers for an answer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+#: The states of a rank in an :class:`Answer`: it may wait for other ranks; it does not, and has not computed for long;
+#: it computes, loads or saves; its watcher has not answered.
 WAITS, IDLES, WORKS, SILENT = "waits", "idles", "works", "does not answer"
 
 
@@ -18,10 +28,12 @@ class Waiting:
 
     Attributes:
         collectives: (group, its global ranks, number, kind) of each collective that has not ended.
-        message: (channel, global rank of the sender, number) of a message that has not arrived.
+        message: (channel, global rank that must act, number) of a message that has not arrived. That rank is the
+            sender; or the receiver, if this rank waits until the receiver is ready.
         started: For each group, the number of the first listed collective, and the kinds of the listed ones in order.
-        sent: The number of messages that have been sent, by channel.
-        place: The line at which the rank waits; the line in the user's code if there is one.
+        sent: The number of messages that have been sent, by channel. Posted receives count too, in a channel of their
+            own.
+        place: The line of the user's code at which the rank waits, or else the innermost calls.
         state: The state of its Trainer.
         finished: If True, the run of the rank is over, and the rank never starts anything again.
     """
@@ -84,9 +96,10 @@ class Record:
     Attributes:
         process: Its host, its node and its process, as :func:`~.process_ends.describe_process` writes them.
         number: The heartbeat: it grows whenever the record is written.
-        place: The line of the user's code at which the rank was.
+        place: The line of the user's code at which the rank was, or else the innermost calls. Only `Heartbeats` writes
+            it.
         answered: The number of the last call that it has answered.
-        calls: The functions in which it was when it answered, the innermost first.
+        calls: The functions in which it was when it answered, as text, the innermost first.
         stamp: A number that changes whenever `waiting` changes.
         renewals: The number of looks since then at which the rank was still waiting for the same.
         waiting: The collectives and messages for which it waits; ``None`` while it may do anything.

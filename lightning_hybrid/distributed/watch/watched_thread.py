@@ -1,4 +1,12 @@
-"""The thread of a run as the watcher sees it: its stack, and the time for which it has not moved."""
+"""The thread of a run as the watcher sees it: its stack, and the time for which it has not moved.
+
+`StartWatch` makes a :class:`WatchedThread`, and `RankWatch` calls :meth:`WatchedThread.look` at each look, on the
+watcher. `Waits` and `Ladder` decide by its attributes if the thread waits for other ranks, computes or sleeps, and
+`StallWatch` uses the functions of this file. A flag that code sets around its waits would be simpler, but the user's
+code and torch do not set one.
+
+A thread is *still* while it is at the same place in its code and computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +109,8 @@ def _ranks_of(frame: FrameType) -> list[int] | None:
 def may_wait(stack: Sequence[StackCall]) -> bool:
     """Return True if a thread may wait for other ranks: in collectives of torch, or in this package.
 
-    The package does not wait for other ranks while it reads or writes files, or runs the backward of a stage.
+    Only the innermost call counts. The package does not wait for other ranks while it reads or writes files, or runs
+    the backward of a stage.
     """
     file = stack[0].file if stack else ""
     return file.startswith((_TORCH, _PACKAGE)) and not file.startswith((_CHECKPOINT, _BACKWARD))
@@ -153,7 +162,7 @@ def _read(address: int) -> float:
 
 
 class WatchedThread:
-    """The thread of a run. :meth:`look` is called repeatedly, and sets the attributes.
+    """The thread of a run. The watcher calls :meth:`look` repeatedly, which sets the attributes.
 
     Attributes:
         seconds_still: The seconds for which the thread has been at one place and has computed nothing.
@@ -182,7 +191,7 @@ class WatchedThread:
 
     @property
     def is_saving(self) -> bool:
-        """True if a checkpoint is being written."""
+        """True if a function of `checkpoint` is on the stack, so that a checkpoint is being written or read."""
         return any(each.file.startswith(_CHECKPOINT) for each in self._stack)
 
     @property
@@ -235,10 +244,10 @@ class WatchedThread:
         return " < ".join(map(str, outside[:3]))
 
     def interrupt(self) -> bool:
-        """Run the handler of SIGTERM in this thread, at any line of Python code.
+        """Send SIGTERM to this thread, so that its handler runs there, at any line of Python code.
 
         Returns:
-            True if the thread is the main thread and there is a handler.
+            True if the thread is the main thread and has a handler in Python; otherwise no signal is sent.
         """
         is_main = self._ident == threading.main_thread().ident
         if not is_main or not isinstance(signal.getsignal(signal.SIGTERM), Callable):  # type: ignore[arg-type]

@@ -1,4 +1,9 @@
-"""The watcher: a thread that reads the store of all ranks, even while the thread of the run waits for another rank."""
+"""The watcher: a thread that reads the store of all ranks, even while the thread of the run waits for another rank.
+
+`StartWatch` makes the watcher of a rank, which calls `RankWatch.look`, and in a run `RunWatch`. The thread of the run
+cannot do this itself, because it may be blocked in C++ code, and a process for the watch could not see the stack of the
+run. The *guard* is a second thread: it acts if a look is blocked, because the store does not respond.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +62,7 @@ class Watcher:
         interval: The seconds between two calls.
         descriptors: Returns file descriptors that wake the thread when they are readable.
         patience: The seconds that a call may take; ``None`` for no limit.
-        stuck: Another thread calls this repeatedly while a call takes longer than `patience`.
+        stuck: Another thread (the guard) calls this at each interval while a call takes longer than `patience`.
 
     Attributes:
         look: The function. It may be replaced while the thread runs.
@@ -80,7 +85,11 @@ class Watcher:
         self._num_looks = 0  # grows when a look begins and when it ends
 
     def start(self) -> None:
-        """Start the thread, unless it is running."""
+        """Start the thread, and the guard if there is a `patience`, unless they are running.
+
+        On the main thread, this process then also writes its signals to the watcher (`signal.set_wakeup_fd`), unless an
+        event loop does so.
+        """
         if self._thread is not None:
             return
         self._closed = threading.Event()
@@ -144,7 +153,7 @@ class Watcher:
                 os.write(self._wake_fd, b"\0")
 
     def close(self) -> None:
-        """End the threads. Wait for the watcher's thread, unless it is the calling thread."""
+        """End the threads. Wait for the watcher's thread for two intervals, unless it is the calling thread."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

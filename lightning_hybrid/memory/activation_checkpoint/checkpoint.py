@@ -1,4 +1,11 @@
-"""Recomputation of layers in backward, with the inputs, random numbers and buffers of their forward."""
+"""Recomputation of layers in backward, with the inputs, random numbers and buffers of their forward.
+
+`ModuleParallelizer.around_forwards` makes one :class:`ActivationCheckpointing` for each run, and the step programs
+enter its context around forwards. torch's `checkpoint` does the recomputation, but alone it is not enough. It draws the
+random numbers of torch's generators again, but not of Python and NumPy. If a layer updates a buffer or changes its
+input in place, torch would do so twice, or recompute from the changed values. A cache object among the arguments would
+also be filled twice. So :class:`_Call` restores all of this before it runs a layer again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ from lightning_hybrid.torch_internals import FakeTensor, current_dispatch_mode, 
 
 
 class ActivationCheckpointing:
-    """Makes layers save only their inputs, and run again in backward.
+    """Context in which layers save only their inputs, and run again in backward.
 
     ::
 
@@ -27,13 +34,14 @@ class ActivationCheckpointing:
                                           :
         backward                       forward again, until autograd has all tensors that it needs
 
-    Hooks of the layer do not run again, but hooks of its submodules do. Outside the context, layers are unchanged,
-    including names, copies and pickles.
+    Hooks of the layer do not run again, but hooks of its submodules do. A layer runs as usual if gradients are
+    disabled, if no argument contains a tensor, or if an argument is a tensor that autograd cannot save, such as
+    vocabulary-parallel logits. Outside the context, layers are unchanged, including names, copies and pickles.
 
     Args:
         layers: The layers.
         device: The device on which the layers draw random numbers.
-        selective: If True, also save the results of matrix products and of attention.
+        selective: If True, also save results that are expensive to compute; see :class:`~.selective.SavedResults`.
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device, *, selective: bool = False) -> None:
@@ -45,7 +53,7 @@ class ActivationCheckpointing:
 
 
 class _SideEffects(NamedTuple):
-    """The side effects of a layer's first call.
+    """The side effects of a layer, found in its first call in a mode, see :meth:`_Layer._mode`.
 
     Attributes:
         changes_input: True if the call changed its inputs in place.
@@ -57,7 +65,13 @@ class _SideEffects(NamedTuple):
 
 
 class _Layer:
-    """A layer, with its known side effects."""
+    """A layer, with its known side effects.
+
+    Args:
+        module: The layer.
+        device: The device on which the layer draws random numbers.
+        selective: The argument of :class:`ActivationCheckpointing`.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, selective: bool) -> None:
         self.module = module
@@ -104,7 +118,7 @@ class _Layer:
 
     @property
     def side_effects(self) -> _SideEffects | None:
-        """The side effects in the current mode (training or evaluation); ``None`` before the first call in it."""
+        """The side effects in the current mode; ``None`` before the first call in it."""
         return self._side_effects.get(self._mode())
 
     @side_effects.setter
@@ -112,7 +126,8 @@ class _Layer:
         self._side_effects[self._mode()] = side_effects
 
     def _mode(self) -> tuple[Hashable, ...]:
-        # Under a dispatch mode, such as a mode that compares results, a layer may have fewer side effects.
+        # A mode consists of `training` of all submodules, and of torch's dispatch mode: under a dispatch mode, such as
+        # a mode that compares results, a layer may have fewer side effects.
         return type(current_dispatch_mode()), *[submodule.training for submodule in self._submodules]
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
@@ -122,7 +137,7 @@ class _Layer:
 
 
 class _Call:
-    """One call of a layer, which is run in forward and again at each recomputation.
+    """One call of a layer. torch's `checkpoint` calls this object in forward, and again at each recomputation.
 
     Args:
         layer: The layer.

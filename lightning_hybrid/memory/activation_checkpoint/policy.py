@@ -1,4 +1,11 @@
-"""Selection of the layers that are recomputed, from the argument `recompute`."""
+"""Selection of the layers that are recomputed, from the argument `recompute`.
+
+`strategy.checks` calls :func:`check_recompute` when the strategy is created, without a module. `strategy.layout` calls
+:func:`chosen_layers` when a run starts, on every rank, with the module.
+
+The *body* is the set of layers that a pipeline splits into stages. It is a *chain*, an `nn.Sequential` that the step
+calls as a whole, or a set of *units*, which are layers that any code may call.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +25,13 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     """Check the argument `recompute`.
 
     Args:
-        recompute: The argument.
+        recompute: The argument; ``"auto"`` has already been replaced by a value.
         num_ranks: The number of pipeline ranks.
         num_chunks: The number of stages per rank. With a single pipeline rank, they count as one stage.
 
     Raises:
-        TypeError: If its type is not supported.
-        ValueError: If its value is invalid.
+        TypeError: If its type, or the type of an entry, is not supported.
+        ValueError: If its value is invalid, or a list of numbers does not have one number for each stage.
     """
     if isinstance(recompute, bool):
         return
@@ -86,7 +93,7 @@ def chosen_layers(
         module: The module with all its layers, with or without placeholders.
         body: The body. With module names, it may be ``None`` if there is only one stage. The name of a container of
             units selects the units in it.
-        stages: The indices of the layers of each stage.
+        stages: The indices of the layers of each stage in the body.
 
     Raises:
         ValueError: If a pattern matches no module, or a module that contains the layers of all stages.
@@ -110,7 +117,14 @@ def _count(recompute: Any, stage: int, size: int) -> int:
 
 
 def _matching(patterns: list[str], module: nn.Module, body: str | None, units: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that match patterns. A matching container of units is replaced by its units."""
+    """Return the modules that match patterns. A matching container of units is replaced by its units.
+
+    Args:
+        patterns: Dotted names, in which ``*`` matches any text without a dot.
+        module: The user's module.
+        body: The dotted name of the chain; ``None`` without a chain.
+        units: The dotted names of the units; empty without units.
+    """
     modules = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:

@@ -1,5 +1,9 @@
 """Selective checkpointing: products with weights, fused attention and sums over ranks are not recomputed.
 
+`ActivationCheckpointing` makes one :class:`SavedResults` for each call of a layer; `tuning.dry_run.noted_checkpoints`
+does the same to estimate its memory. An *operation* is an operator of torch, such as ``aten::mm``, as a dispatch mode
+receives it. A *sum* is an all-reduce or reduce-scatter over ranks.
+
 torch's `create_selective_checkpoint_contexts` also saves results, with three differences. It refuses a layer that
 changes a saved result in place (`nn.ReLU(inplace=True)` after a linear layer); here, this result is recomputed. It
 repeats all-reduces, for which other ranks would have to call them again; here, sums are saved. After an attention with
@@ -32,8 +36,9 @@ from lightning_hybrid.torch_internals import (
 )
 
 _PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "convolution", *SCALED_PRODUCTS, *FUSED_ATTENTIONS))
-# Batched products have no weights. They are the scores of attention without a fused kernel, which are fast to compute,
-# but grow with the square of the sequence length. "selective" is meant to avoid saving them.
+# Batched products of several matrices have no weights. They are the scores of attention without a fused kernel, which
+# are fast to compute, but grow with the square of the sequence length. "selective" is meant to avoid saving them. A
+# batch of one matrix is saved, like an ordinary product.
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # the position of the argument with the batch dimension
 _SUMS = frozenset(("c10d::allreduce_", f"c10d::{REDUCE_SCATTER}"))
 _GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # gloo writes a sum to its output with these
@@ -77,7 +82,7 @@ class SavedResults:
             self._saved = save_tensors(tensors)
 
     def replay(self) -> AbstractContextManager[Any]:
-        """Return a context for the recomputation."""
+        """Return a context for the recomputation. If a saved tensor is no longer valid, everything is recomputed."""
         if not self._enabled:
             return nullcontext()
         try:
@@ -170,7 +175,7 @@ class _Result:
 
 
 class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
-    """Records the results of operations.
+    """Mode that records the results of operations.
 
     Args:
         results: The list to which results are added.
@@ -222,10 +227,11 @@ class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
 
 
 class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
-    """Returns saved results instead of running operations.
+    """Mode that returns saved results instead of running operations.
 
     Args:
-        results: The results in the order of their operations, each with a function that returns its value.
+        results: The results in the order of their operations, each with a function that returns its value; ``None``
+            instead of the function if the operation must run again.
         device: The device on which random numbers are drawn.
     """
 
@@ -235,7 +241,11 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of the operation if it was saved; otherwise run the operation."""
+        """Return the result of the operation if it was saved; otherwise run the operation.
+
+        Raises:
+            RuntimeError: If the layer runs other operations than in forward.
+        """
         name = operator_name(func)
         if not _is_saved(func, args) and name not in _SUMS:
             return func(*args, **(kwargs or {}))

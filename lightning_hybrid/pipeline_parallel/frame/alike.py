@@ -1,4 +1,10 @@
-"""Layers that differ only in the values of their tensors: a trace of a step runs one layer of each kind."""
+"""Layers that differ only in the values of their tensors: a trace of a step runs one layer of each kind.
+
+A trace runs the user's step with fake tensors, which have shapes but no values. In a model of many equal layers, most
+of its time would be spent in layers that give the same result again. :class:`Discovery` makes a :class:`RepeatedUnits`
+for each trace, and `tuning.dry_run` calls :func:`first_alike` before it measures a step. A *unit* is a module that runs
+on exactly one stage, such as a pipelined layer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,8 @@ _DEPTH = 4  # the most levels of nested objects whose attributes are compared
 def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
     """Return, for each layer, the first layer that differs from it only in the values of tensors.
 
-    Layers are alike if they have the same classes, their tensors have the same shapes, and their attributes are equal.
+    Layers are alike if they have the same classes, their tensors have the same shapes, dtypes and flags, and their
+    attributes are equal, including hooks and the variables that hooks capture. Integer keys of dictionaries may differ.
     An integer attribute may differ if it is the position of the layer in its list, as `layer_idx` in transformers.
 
     Args:
@@ -52,7 +59,7 @@ def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
 
 
 def _position(name: str, number: int) -> int:
-    """Return the position of a layer in its list; its position among all layers if its name ends with no number."""
+    """Return the position of a layer in its list; ``number`` if the last part of its name is not a number."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdecimal() else number
 
@@ -76,7 +83,7 @@ class _Comparison:
         Args:
             one: An object of the first layer.
             other: The object of the second layer.
-            depth: The number of objects around it whose attributes are compared.
+            depth: The number of nested objects around them, not counting modules; at most ``_DEPTH``.
         """
         if one is other or (id(one), id(other)) in self._seen:
             return True
@@ -167,11 +174,13 @@ class RepeatedUnits:
         h.1(x)    alike, x looks the same        new fake tensors like the results of h.0
         h.2(x)    alike, x has another shape     runs
 
-    A call is repeated only if its result is its only effect: it wrote no tensor, changed no attribute of the unit,
-    received no object that it might change, and returned new tensors with memory of their own.
+    A call is repeated only if its result is its only effect: it wrote no argument, parameter or buffer, changed no
+    attribute of the unit, received only fake tensors and plain values, and returned only arguments, plain values and
+    new floating-point tensors with memory of their own.
 
     Args:
-        units: The units with their names. While a step is traced, their tensors are fake.
+        units: The pipelined layers with their names; calls of other units always run. While a step is traced, the
+            tensors of these layers are fake.
         fake: Returns a fake tensor that looks like another tensor.
     """
 
@@ -187,8 +196,8 @@ class RepeatedUnits:
         """Return the result of a unit, and the call that ran: this call, or an earlier call of a unit of the same kind.
 
         Args:
-            call: The call of the unit.
-            leaves: The leaves of the arguments; tensors among them are fake.
+            call: The call of the unit. It runs if any tensor among its arguments is not fake.
+            leaves: The leaves of the arguments.
             spec: The tree of the arguments.
             run: Makes the call.
             seen: Returns the effects of the operators since the call began.
@@ -216,7 +225,7 @@ class RepeatedUnits:
         return result, call
 
     def forget(self, call: Call) -> None:
-        """Run units of this kind again, because the call has other effects than its result."""
+        """Forget the result of a call, because the call has other effects than its result: a hook kept a tensor."""
         self._outcomes = {key: each for key, each in self._outcomes.items() if each.call is not call}
 
     def _key_of(self, index: int, leaves: Sequence[Any], spec: TreeSpec) -> Hashable | None:

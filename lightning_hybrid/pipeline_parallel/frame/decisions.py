@@ -1,6 +1,9 @@
 """Decisions of a step: values that the user's code reads from real tensors, and that may select the calls of the step.
 
-A plan fits another batch only if this batch leads to the same decisions; :meth:`Decisions.hold` checks this.
+A tensor is *real* if every stage has its values, as the batch and buffers do. :class:`Discovery` records the calls of
+real tensors in a trace, and makes a :class:`Decisions` of them. A plan that was made from this trace fits another batch
+only if that batch leads to the same decisions. Before a step, :class:`FrameCut` checks this with
+:meth:`Decisions.hold`, which repeats only the calls that lead to decisions; another trace would take 10 to 200 ms.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Input(NamedTuple):
     """The source of a tensor: a leaf of the step's arguments.
 
     Attributes:
-        position: The position of the leaf.
+        position: The position of the leaf among all leaves of the arguments.
     """
 
     position: int
@@ -53,11 +56,12 @@ class RealCall:
 
     Attributes:
         function: The function that is called.
-        sources: The leaves of its arguments: :class:`Input`, :class:`Made`, a tensor of the module, or a plain value.
+        sources: The leaves of its arguments: :class:`Input`, :class:`Made`, another tensor (usually of the module), or
+            a plain value.
         spec: The tree of the arguments and keyword arguments.
         draws: True if the call draws random numbers.
-        touched: The memory of its operands.
-        written: The memory that it writes.
+        touched: The memory of its operands, as identifiers of :func:`memory_of`.
+        written: The memory that it writes, as such identifiers.
     """
 
     function: Callable[..., Any]
@@ -76,13 +80,15 @@ class Decisions:
 
     Args:
         calls: The calls of real tensors by number, in order.
-        outcomes: The results of the calls that read values, by the number of the call.
-        integers: The integers in the batch, by position. Code can read them without a call that can be traced.
+        outcomes: The results of the calls that read values or whose result shapes depend on values, by the number of
+            the call; see :func:`outcome_of`.
+        integers: The integers in the batch, by their positions among the leaves of the arguments, of which the batch is
+            the first. Code can read them without a call that can be traced.
 
     Attributes:
-        read_states: True if the step reads tensors of the module, which may differ from rank to rank.
+        read_states: True if a decision depends on tensors of the module, which may differ from rank to rank.
         different: The difference that the last :meth:`hold` found: the number of a call, or a text for an integer;
-            ``None`` if there was no difference.
+            ``None`` if it found no difference.
     """
 
     def __init__(
@@ -105,6 +111,9 @@ class Decisions:
 
     def hold(self, arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
         """Return True if a step with these arguments reads the same values.
+
+        It repeats the calls that lead to decisions on this rank, without communication. If one of them writes a tensor,
+        they all get copies of the user's tensors. A call may raise an error for the values of this batch.
 
         Args:
             arguments: The arguments of the step.
@@ -165,6 +174,8 @@ def _varying(calls: Mapping[int, RealCall]) -> set[int]:
 
 def may_be_invariant(call: RealCall, invariant: Collection[int]) -> bool:
     """Return True if a call does not depend on the batch, so that it probably has the same result for every microbatch.
+
+    Calls that draw random numbers, write tensors or return tensors without values are excluded.
 
     Args:
         call: The call.

@@ -1,4 +1,10 @@
-"""Fake tensors of a trace, and runs on zeros for code that reads values of fake tensors."""
+"""Fake tensors of a trace, and runs on zeros for code that reads values of fake tensors.
+
+A fake tensor (torch's `FakeTensor`) has a shape, strides, a dtype and a device, but no values. In a trace, it replaces
+a tensor whose values only some stages have. :class:`Discovery` uses this file in traces. `pipeline_parallel.chain` and
+`tuning.dry_run` use the fake mode alone. Code in a layer may read values, for example of a mask, where torch raises an
+error; :func:`run_on_zeros` then runs the layer with zeros, so that the trace can continue.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +39,11 @@ class AbsentValueError(WrongUseError):
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode for fake tensors. No operator can use these tensors after the step has been traced.
+    """A mode for fake tensors. No operator can use these tensors after their use has ended.
 
     Attributes:
-        is_over: True after the step has been traced.
+        is_over: True after the step has been traced; in :class:`CodeBefore`, from the call of the layers on. It is
+            False at first, and the user of the mode sets it.
     """
 
     is_over = False
@@ -45,7 +52,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Run an operator on tensors, at least one of which is fake.
 
         Raises:
-            AbsentValueError: If the trace is over.
+            AbsentValueError: If `is_over` is True.
         """
         if self.is_over:
             raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
@@ -61,10 +68,11 @@ _READING = frozenset({torch.equal, Tensor.__int__, Tensor.item})
 
 
 def with_single_numbers() -> FunctionMode:
-    """Return a mode in which `torch.randint` returns a value if it draws a single number, and values can be read.
+    """Return a mode, for use in a fake mode, in which a single number of `torch.randint` has a value that can be read.
 
-    Values can be read only from tensors that have values. Ranks of a group draw common numbers to seed the random
-    streams of their layers. With a fake tensor, a dry run of a step would end there.
+    `tuning.dry_run` enters it. Ranks of a group draw common numbers to seed the random streams of their layers. With a
+    fake tensor, a dry run of a step would end there. `torch.equal`, `int` and `item` also work for other tensors that
+    have values.
     """
     return FunctionMode(_call_with_values)
 
@@ -81,6 +89,8 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     """Return a fake tensor with the shape, strides and dtype of a tensor, which may have no values on this rank.
 
+    It requires no gradient.
+
     It is built without an operator: in the fake mode, an operator takes twenty times as long for each parameter.
 
     Args:
@@ -93,7 +103,7 @@ def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Turn a fake tensor into an `nn.Parameter` without an operator, and return it.
+    """Turn a fake tensor into an `nn.Parameter` in place, without an operator, and return it.
 
     The class `nn.Parameter` does the same with tensors of other classes.
     """
@@ -123,6 +133,8 @@ def absent_text(what: str) -> str:
 
 def collect_new() -> None:
     """Free cycles of objects that were created since :func:`~.collector.without_collector` was entered.
+
+    Otherwise, tensors in such cycles would count as tensors that the user's code still holds.
 
     It waits while a watcher reads the stack of this thread, because the watcher then keeps variables of finished calls.
     """
@@ -156,19 +168,22 @@ def run_on_zeros(
     replaced by fake tensors after the run.
 
     Args:
-        modules: The modules of the unit, with fake parameters, buffers and attributes.
-        fakes: The leaves of the arguments.
+        modules: The modules of the unit, with fake parameters, buffers and attributes, which have values during the
+            run; none for a function.
+        fakes: The leaves of the arguments, with a fake tensor for each tensor.
         run: Makes the call; it takes the leaves of the arguments.
         operators: Records the effects of the operators.
         fake: Returns a fake tensor that looks like a tensor with values.
         objects: The contents of objects among the arguments before the first attempt.
         known: Copies of the operands that have values, by the `id()` of their fake tensors.
-        fill: Makes the values of the other operands, as `torch.zeros` does.
-        keeps: The positions of results that keep their values.
+        fill: Makes the values of the other operands, and of parameters, buffers and attributes, from a shape, as
+            `torch.zeros` does.
+        keeps: The positions of the leaves of the result that keep their values.
 
     Returns:
         The result, with fake tensors and arguments as leaves; and the effects of the operators on the fake tensors.
-        `Seen.known` has the leaves of the result that were computed only from known lengths, by their position.
+        `Seen.known` has the integer leaves of the result that were computed only from known integer operands, by their
+        position.
     """
     zeros: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -2,8 +2,12 @@
 
 A *unit* is a module that runs on exactly one stage, such as a pipelined layer. A tensor is *absent* if it depends on
 parameters or on the result of a unit: only some stages have its values, and the trace has a fake tensor. A tensor is
-*real* if every stage has its values. A call is absent if its result is. :class:`Discovery` makes the graph;
-:func:`find_routes` and :func:`make_part` read it.
+*real* if every stage has its values. A call is absent if its result is. A *leaf module* is a module around the units
+whose parameters are sharded over tensor-parallel ranks; its call counts as one call of a function.
+
+:class:`Discovery` makes the graph in a trace, with the same calls and names on all ranks of a model group.
+:func:`find_routes` and :func:`make_part` read it to plan the step, and :class:`FramePlan` keeps it, because later steps
+are compared with it.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class Value(NamedTuple):
 def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a unit, and raise an error if it changes a list or a dictionary among its arguments.
 
-    Other stages have their own lists and dictionaries, and would not see the change.
+    Traces and steps call it. Other stages have their own lists and dictionaries, and would not see the change.
 
     Args:
         call: The call, for the error message.
@@ -106,14 +110,16 @@ class Call:
         unit: The position of the unit; ``None`` for other calls.
         name: The name of the function, or the dotted name of the module, for messages.
         where: The line of the user's code, as ``file:line``.
-        operands: The names of the absent tensors that the call needs, each once.
-        parameters: The names of the parameters among the arguments.
+        operands: The names of the absent tensors that the call needs, each once; after :meth:`Graph.read`, also of the
+            parameters that not every stage has.
+        parameters: The names of the parameters among the arguments, and of the parameters of a leaf module. A unit's
+            own parameters are not included.
         has_data: True if an absent call has real tensors among its arguments.
         outputs: The leaves of the result: :class:`AbsentTensor`, :class:`Argument`, a plain value, or a real tensor of
             lengths. Empty if the call is not absent: every stage makes it.
         spec: The tree of the result.
         is_absent: True if the result depends on parameters or units.
-        draws: True if the call draws random numbers.
+        draws: True if the call drew random numbers in the trace.
         draws_elsewhere: True if a unit draws random numbers from numpy or `random`.
         old: Absent tensors that the call changes in place: the name of each before the call, with its name after the
             call.
@@ -121,7 +127,8 @@ class Call:
             arguments, with its name after the call.
         is_in_place: True if each stage that needs the written tensors has to make the call, because they cannot be
             sent.
-        counts: The `id()` of the module's tensors that the call writes, if it is not absent. Every stage writes them.
+        counts: The `id()` of the module's tensors that the call writes, if it is not absent, such as a step counter.
+            Every stage writes them.
         fills: The `id()` of the module's tensors that the call writes, if it is absent.
         is_effect: True if the call returns no new tensor, but does something to its operands (a hook on a gradient).
         rewritten: The names of the parameters that the call writes, on every stage that has them; ``""`` for a
@@ -185,13 +192,13 @@ class Graph:
     Attributes:
         calls: The calls in the order in which the step makes them. The position of a call is its number.
         wanted: The names of the absent tensors that the last stage needs at the end of the trace: the user's code still
-            holds them, or the call that ended the trace needs them.
-        decisions: The values that the user's code read from real tensors and from the batch.
+            holds them, or the call that ended the trace needs them. Parameters themselves are not included.
+        decisions: The values that the user's code read from real tensors and from the batch; see `decisions.py`.
         state_writes: Tensors of the module, by `id()`, into which the step writes values of absent tensors, or which it
             replaces by absent tensors; with the name of the last value.
         assigned: The attributes and buffers to which the step assigns absent tensors, each as its owner and its name.
         needed: The call that needed the value of an absent tensor, as text, where the trace ended; ``None`` if the
-            trace reached the end of the step.
+            trace reached the end of the step. The call itself is not in `calls`.
         needed_in: The modules whose `forward` ran at the end of the trace, the innermost first.
         states: The tensors of the module that are arguments of calls, by `id()`.
         written_inputs: The positions of the tensors that the step writes among the leaves of its arguments.
@@ -249,7 +256,7 @@ class Graph:
         return [*self.calls, *self.reads]
 
     def made_of_parameters(self) -> dict[int, frozenset[str]]:
-        """Return the numbers of calls and reads that depend only on parameters, with the names of these parameters."""
+        """Return the numbers of reads, and of calls that depend only on reads, with the names of their parameters."""
         made_of = {len(self.calls) + position: read.parameters for position, read in enumerate(self.reads)}
         for number, call in enumerate(self.calls if self.reads else ()):
             if call.unit is None and call.operands and not call.has_data:
@@ -259,7 +266,7 @@ class Graph:
         return made_of
 
     def parameter_of(self, value: Value) -> str | None:
-        """Return the name of the parameter that a value is; ``None`` if the value is not a parameter."""
+        """Return the name of the parameter that a value is; ``None`` if the value is not the result of a read."""
         if value.call < len(self.calls):
             return None
         (name,) = self.reads[value.call - len(self.calls)].parameters
@@ -292,7 +299,8 @@ def gives_back(call: Call, outputs: Sequence[Any], places: Mapping[int, int]) ->
 def check_backward(tensor: Tensor) -> None:
     """Raise an error if an absent tensor around the units has a backward.
 
-    While a step is traced, gradients are off, so only a `torch.autograd.Function` can give a tensor a backward.
+    In a trace, calls with absent results are made with gradients off, so only a `torch.autograd.Function` can give a
+    tensor a backward.
 
     Args:
         tensor: An absent tensor.
@@ -346,7 +354,7 @@ def users_line() -> str:
 
 #: Functions whose results are detached from the autograd graph.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
-#: The positions of results that depend on lengths but not on the values of the sequences, by the name of the function.
+#: The positions of leaves of the result that depend on lengths but not on values of sequences, by the function's name.
 OF_LENGTHS: dict[str, tuple[int, ...]] = {PACK_SEQUENCE: (1,), PAD_SEQUENCE: (1,)}
 #: Functions that compute derivatives.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})

@@ -1,6 +1,10 @@
 """A step whose control flow depends on results of layers: all stages run its code, and each layer runs on its stage.
 
-:meth:`FrameCut.run_in_lockstep` uses it for evaluation steps that cannot be traced, such as text generation.
+An example is text generation: the next token is the result of the last layer, and the code then decides whether to
+continue. Such a step cannot be traced, because a trace has no values. `FrameProgram` calls
+:meth:`FrameCut.run_in_lockstep` for such evaluation steps, on all ranks of the model group. Only one stage computes at
+a time, so steps that can be traced do not use it. Training steps cannot use it: no rank would have the full autograd
+graph.
 """
 
 from __future__ import annotations
@@ -24,14 +28,18 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, writ
 
 _DEVICE = getters("device")
 _INTEGERS = torch.int64, torch.int32
-_FEW = 1024
+_FEW = 1024  # references to tensors that only some ranks have, before dead ones are removed
 
 
 class Exchange(Protocol):
-    """The interface for sending a tree from one pipeline rank to all ranks of the model group."""
+    """The interface for sending a tree from one pipeline rank to all ranks of the model group.
+
+    `trainer.layer_exchange.LayerExchange` implements it. All ranks of the model group make each call, in the same
+    order; otherwise it raises a `DifferentStepsError`.
+    """
 
     def __call__(self, owner: int, tree: Any = None) -> Any:
-        """Return the tree of the owner.
+        """Return the tree of the owner, on every rank.
 
         Args:
             owner: The pipeline rank that sends.
@@ -42,7 +50,7 @@ class Exchange(Protocol):
         """End a step on all ranks.
 
         Args:
-            checksum: A scalar that must be equal on all ranks.
+            checksum: A scalar that must be equal on all ranks, on the device of this rank.
         """
 
 
@@ -55,31 +63,32 @@ class Lockstep(StepMode):
         stage 1    (receives)  (receives)  `-> layer 1 --.   head -------> argmax, and the next token
 
     The code around the layers has the same values as in one process, so it may stop at a token, draw a token, or call
-    the layers again. A torch function that receives a parameter of another stage is called on that stage, and its
-    result is sent.
+    the layers again. A torch function that receives parameters that not all stages have is called on one stage that has
+    them, and its result is sent. If no stage has all of them, their values are sent.
 
     If a layer stores a tensor in an object among its arguments, such as a key-value cache, the tensor stays on the
     stage of the layer. The other ranks get a tensor without values in its place. Tensors that code around the layers
     computes from it (reordered rows in beam search) stay on that stage too. Values that the code reads are sent.
 
-    Gradients are off, so no backward runs.
+    The caller has switched gradients off, so no backward runs. Each send is a collective operation of the model group.
 
     Args:
         exchange: Sends results between stages.
         rank: This pipeline rank.
-        layers: The units that are pipelined layers. Other units are handled as code around the layers.
+        layers: The units that are pipelined layers, by position. Other units (pinned modules) are handled as code
+            around the layers.
         ranks: The pipeline rank that computes each of these layers.
         holders: For each tensor that not all pipeline ranks have, by its `id()` on this rank: the tensor, and the ranks
             that have it.
         device: The device of this rank.
-        random: Returns a context with a random stream of its own for a call that one stage makes, by the number of the
-            call.
+        random: Returns a context with a random stream of its own for a call that one stage makes, by a number: 1, 2,
+            ... for calls of layers, -1, -2, ... for other calls.
         plain: Converts results of tensor-parallel layers to ordinary tensors.
         is_tensor_parallel: True if layers are tensor-parallel.
 
     Attributes:
-        checksum: A checksum of the integers (tokens, positions) that layers and functions of parameters received; a
-            scalar of dtype int64.
+        checksum: A checksum of the integers (tokens, positions) that layers, leaf modules and functions of parameters
+            received on this rank; a scalar of dtype int64. :meth:`FrameCut.run_in_lockstep` compares it over the ranks.
     """
 
     def __init__(
@@ -104,7 +113,11 @@ class Lockstep(StepMode):
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a call of code around the layers."""
+        """Make a call of code around the layers.
+
+        Raises:
+            WrongUseError: If the function computes derivatives, or writes a parameter that not all stages have.
+        """
         kwargs = kwargs or {}
         if func in METADATA:
             if func in _DEVICE and is_placeholder(args[0]):
@@ -127,7 +140,10 @@ class Lockstep(StepMode):
             self.is_answering = False
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit on its stage, and the user's hooks inside it on every rank."""
+        """Call a layer on its stage, and the user's hooks inside it on every rank; call a pinned module on every rank.
+
+        A hook that changes the output of its module is called only on the stage of the layer.
+        """
         if index >= len(self._layers):  # its own calls are handled one by one
             return unit(*args, **kwargs)
         self._num_layer_calls += 1
@@ -188,7 +204,21 @@ class Lockstep(StepMode):
     # The following methods run while the mode is off.
 
     def _call(self, func: Any, args: Any, kwargs: Any, held: Sequence[Tensor]) -> Any:
-        """Call a function of tensors that not all ranks have."""
+        """Call a function of tensors that not all ranks have.
+
+        ::
+
+            no rank has all of them       their values are sent, and every rank makes the call
+            parameters are among them     one rank makes the call, and sends the result
+            values are read               their values are sent, and every rank makes the call
+            otherwise                     the ranks that have them make the call, and keep the result
+
+        Args:
+            func: The function.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+            held: The tensors among the arguments that not all ranks have.
+        """
         common = frozenset.intersection(*[places for each in held if (places := self._held_by(each))])
         if not common:
             args, kwargs = self._fetched(args, kwargs)
@@ -211,7 +241,10 @@ class Lockstep(StepMode):
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return tensors without values for the results of a function; ``None`` if their shapes depend on values.
+        """Return tensors without values for the results of a function; ``None`` if the values of operands are needed.
+
+        Values are needed if the function reads them, if the shape of its result depends on them, if the result is not
+        only tensors, or if it writes a tensor that all ranks have.
 
         Every rank computes this, so that all ranks make the same decision.
         """
@@ -236,7 +269,7 @@ class Lockstep(StepMode):
         )
 
     def _arrived(self, owner: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a call; fetch tensors that its rank does not have, except tensors in containers."""
+        """Return the arguments of a call; fetch tensors that rank ``owner`` lacks, except tensors in containers."""
 
         def arrived(value: Any) -> Any:
             held = self._held_by(value) if isinstance(value, Tensor) else None
@@ -306,7 +339,7 @@ class Lockstep(StepMode):
 
 
 def _without_values(leaf: Any) -> Any:
-    """Return an argument of a call on the meta device."""
+    """Return an argument of a call, with the meta device in place of devices and meta tensors in place of tensors."""
     if isinstance(leaf, torch.device):
         return torch.device("meta")
     if not isinstance(leaf, Tensor):

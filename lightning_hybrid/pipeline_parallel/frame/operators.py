@@ -1,6 +1,8 @@
 """Effects of the operators in a call: random draws, reads of values, and writes in place.
 
-The trace of a step (:class:`Discovery`) and `trainer.losses.rehearsal` record these effects.
+The trace of a step (:class:`Discovery`) and :class:`CodeBefore` record these effects with :class:`Operators`.
+`trainer.losses` uses the functions of this file. Effects are recorded for operators, below the torch functions that
+user code calls, because the schema and the tags of an operator tell its effects; a torch function has neither.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ class Seen:
     """The effects of the operators in a call.
 
     Attributes:
-        draws: True if an operator has drawn random numbers.
+        draws: True if an operator has drawn random numbers from torch's generators.
         reads: True if an operator has read the values of a tensor, as `Tensor.item` does.
         shapes: True if an operator has made a tensor whose shape depends on values.
         written: The memory that operators have written; see :func:`memory_of`.
         statistics: The memory of running statistics of batch norms among `written`. They have no gradient.
-        known: The tensors that were computed only from the known tensors of :meth:`Operators.watch`, by their memory.
-            In a result of :func:`run_on_zeros` they are by their position among the leaves of the result.
+        known: The known tensors of :meth:`Operators.watch`, and the tensors that were computed only from these, by
+            their memory. In a result of :func:`run_on_zeros`: leaves of the result, by their position among its leaves.
     """
 
     draws: bool = False
@@ -67,11 +69,12 @@ class Operators:
 
     @contextmanager
     def watch(self, known: Iterable[Tensor] = ()) -> Iterator[Seen]:
-        """Record the effects of operators while entered.
+        """Record the effects of operators while entered, starting with none.
 
         Args:
-            known: Tensors with known values. `Seen.known` then contains the tensors that are computed only from these.
-                It is cleared if an operator reads values of another tensor.
+            known: Tensors with known values. `Seen.known` then contains these, and the tensors that are computed only
+                from these. It is cleared if an operator reads values of another tensor, or makes a shape that depends
+                on them.
         """
         self._seen = Seen(known={memory_of(tensor): tensor for tensor in known})
         with self._mode:
@@ -110,7 +113,7 @@ class Operators:
 
 @cache
 def computes_only(operator: Any) -> bool:
-    """Return True if an operator never draws, writes or reads out values, whatever its arguments are.
+    """Return True if an operator never draws, writes or reads out values, and its result shape depends only on shapes.
 
     Args:
         operator: The operator, an overload of `torch.ops`.
@@ -123,7 +126,7 @@ def computes_only(operator: Any) -> bool:
 
 
 def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes according to its schema."""
+    """Return the tensors that an operator writes according to its schema; see also :data:`BATCH_NORMS`."""
     if not operator_schema(operator).is_mutable:
         return []
     given = _given(operator, args, kwargs)

@@ -1,6 +1,10 @@
 """A step that takes another path than its plan, and the search for a remembered plan that fits.
 
-:class:`Running` detects the change, and `trainer.redo` repeats the step.
+A *path* is the sequence of calls that a step makes. A trace of the step yields one path, and a plan is made for it. The
+next step may take another path, for example because it depends on a counter. Then :meth:`FrameCut.run` raises
+:class:`PathChangedError` on the stages that notice it. `trainer.redo` (training) and `trainer.evaluation_step` undo the
+step, and repeat it as the last stage decides: with another remembered plan, with a new trace, or in lockstep. To trace
+every step instead would take 10 to 200 ms for each microbatch.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 
-#: Plan numbers with a special meaning: trace the step again, and run the step in lockstep.
+#: Plan numbers with a special meaning: trace the step again, and run the step in lockstep (see :class:`Lockstep`).
 FOLLOW, LOCKSTEP = -1, -2
 
 
 class Choice(NamedTuple):
-    """The next attempt at a step.
+    """The next attempt at a step. The last stage makes it, and sends it to all ranks of the model group.
 
     Attributes:
         microbatch: The first microbatch whose plan did not fit. Earlier microbatches keep their plans.
@@ -33,7 +37,11 @@ class Choice(NamedTuple):
     follows_rest: bool
 
     def plan_of(self, microbatch: int) -> int | None:
-        """Return the plan number of a microbatch; ``None`` for its remembered plan."""
+        """Return the plan number of a microbatch; ``None`` for its remembered plan.
+
+        Args:
+            microbatch: The number of the microbatch, which must not be less than `self.microbatch`.
+        """
         if microbatch == self.microbatch:
             return self.plan
         return FOLLOW if self.follows_rest else None
@@ -47,8 +55,9 @@ class PathChangedError(WrongUseError):
         plan: The plan.
         number: The number of the first call that differs.
         called: The function, the module, or the position of the unit that is called there; ``None`` if the step has
-            ended.
-        is_same: True if the calls are equal, but the step uses other values than in the trace.
+            ended, or if `is_same` is True.
+        is_same: True if the calls are equal, but the step uses values of another stage that it did not use in the
+            trace.
     """
 
     def __init__(
@@ -66,6 +75,8 @@ class PathChangedError(WrongUseError):
 
 def find_fitting(error: PathChangedError, plans: Sequence[FramePlan]) -> FramePlan | None:
     """Return the first plan that has the calls of a step up to and including the call that differed from its plan.
+
+    `trainer.redo.attempts` calls it on the last stage, after a failed attempt.
 
     ::
 

@@ -1,6 +1,11 @@
 """The plan of a traced step: what each stage does at each call, and which tensors it sends to the next stage.
 
-:class:`FrameCut` makes a :class:`FramePlan` from a graph and its routes. :class:`Running` executes one :class:`Part`.
+A *unit* is a module that runs on exactly one stage, such as a pipelined layer. An *absent* call is a call whose result
+depends on parameters or units, so that only some stages make it. Every stage makes all other calls.
+
+:meth:`FrameCut.find_plan` makes a :class:`FramePlan` from a graph and its routes. In each step with this plan, every
+stage executes its :class:`Part` in a :class:`Running`. The graph alone would be enough to run a step, but steps repeat
+each call for each microbatch, so results and positions are computed once, in the plan.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ class FramePlan:
     """The work of all stages in steps that have the same signature and take the same path.
 
     Attributes:
-        number: The identifier of the plan; equal on all ranks.
+        number: The identifier of the plan; equal on all ranks of the model group.
         graph: The calls of the step.
         parts: The work of each stage.
-        parameters: The names of the parameters outside the units that each stage has and uses.
+        parameters: For each stage, the names of the parameters outside the units that it has and uses.
         `travels`: The parameters that are sent to stages that use them but do not have them.
         fetched: Parameters that a stage uses and that only later stages have: the name, and the stage whose values are
-            broadcast before the step.
+            broadcast before the step. Empty with gradients.
         kept: Tensors of the module that the last stage must not write after the trace ended, because other stages read
             them; each with a call that reads it.
         writes: The calls that write parameters and that only one microbatch of a step makes.
@@ -80,7 +85,7 @@ def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) 
         excluded: The `id()` of tensors that may be written, such as states of metrics.
 
     Returns:
-        The tensors, each with a call that reads it. Empty if the trace reached the end of the step.
+        The tensors, each with the first call that reads it. Empty if the trace reached the end of the step.
     """
     if graph.needed is None:
         return ()
@@ -97,7 +102,7 @@ def skipped_writes(plans: Sequence[FramePlan]) -> list[frozenset[int]]:
         plans: The plan of each microbatch.
 
     Raises:
-        WrongUseError: If one microbatch alone cannot make a write.
+        WrongUseError: If one microbatch alone cannot make a write; see :func:`~.writes.skipped`.
     """
     return skipped([plan.writes for plan in plans], [plan.graph for plan in plans])
 
@@ -124,14 +129,15 @@ class Action:
         function: The torch function or leaf module that is called; ``None`` for a unit.
         unit: The position of the unit; ``None`` for other calls.
         draws: True if the call may draw random numbers.
-        draws_elsewhere: True if the call draws random numbers from numpy or `random`.
+        draws_elsewhere: True if the call drew random numbers from numpy or `random` in the trace; only for units.
         answer: The function that computes the result if the stage does not make the call; ``None`` if it makes the
             call.
         is_invariant: True if the result is probably equal for each microbatch, so that it can be kept.
         sent: Tensors that the next stage needs: (leaf of the result or argument, position among the sent tensors, True
             if a copy is sent, because the tensor is later changed in place or may be a view of a parameter).
         call: The call in the trace.
-        instead: The function to call in place of the user's function; ``None`` for the user's function.
+        instead: The function to call in place of the user's function: :func:`assign` for an assignment to
+            `parameter.data`; ``None`` for the user's function.
     """
 
     function: Callable[..., Any] | None
@@ -150,10 +156,11 @@ class Answer:
     """The result of a call that the stage does not make.
 
     Attributes:
-        leaves: The leaves of the result: fake tensors, plain values, and :class:`Argument` for arguments of the call.
+        leaves: The leaves of the result: fake tensors, plain values, tensors with values (see `known`), and
+            :class:`Argument` for arguments of the call.
         spec: The tree of the result.
-        value: The result, if it is a single leaf that never changes. Containers are built for each call, because the
-            user's code may change them.
+        value: The result, if it is a single leaf that never changes; otherwise ``None``. Containers are built for each
+            call, because the user's code may change them.
         received: (leaf, position among the inputs) of tensors that have arrived from another stage.
         written: (position among the arguments, position among the inputs) of buffers whose new values have arrived.
         aliases: (leaf, earlier leaf) of leaves that are the same tensor.
@@ -170,7 +177,7 @@ class Answer:
     known: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Return the result of the call, and write buffers whose new values have arrived.
+        """Return the result of the call, and write buffers among the arguments whose new values have arrived.
 
         Args:
             inputs: The tensors that have arrived from the previous stage.
@@ -204,15 +211,16 @@ class Part:
         actions: The action at each call.
         passed: (position among the inputs, position among the sent tensors, True if a copy is sent because this stage
             changes the tensor) of tensors that are forwarded to the next stage.
-        read: (name, position among the sent tensors) of parameters that this stage sends, because later stages use
-            them.
+        read: (name, position among the sent tensors) of parameters of this stage, or fetched parameters, that this
+            stage sends because later stages use them.
         arrived: (name, position among the inputs) of parameters of an earlier stage that this stage uses.
         fetched: The names of parameters of later stages that this stage uses.
         sent: The names of the values for the next stage, in order.
-        free_from: The number of the first call from which on the stage makes every call without looking at the plan.
+        free_from: On the last stage, the number of the first call from which on it makes every call without looking at
+            the plan. On other stages, the number of traced calls.
         leaves_from: The number of the first call at which the stage may leave the step. Earlier calls have side
             effects.
-        draws: The numbers of the calls that may draw random numbers.
+        draws: The numbers of the calls of the step that may draw random numbers, whichever stage makes them.
         followed_to: The number of the call from which on the mode is not needed, if the call before it is a unit of
             this stage; ``None`` if the mode is needed to the end.
         is_guarded: True if calls after the end of the trace may use parameters that this stage does not have.
@@ -239,14 +247,14 @@ class Part:
 
     @property
     def parameters(self) -> list[str]:
-        """Return the names of the parameters that this stage sends or receives."""
+        """Return the names of the parameters that this stage sends, receives or fetches."""
         return [*self.fetched, *(name for name, _ in (*self.read, *self.arrived))]
 
     def without(self, numbers: Collection[int]) -> list[Action]:
         """Return the actions, changed so that some calls are answered instead of made.
 
         Args:
-            numbers: The numbers of these calls, which write parameters.
+            numbers: The numbers of these calls, which write parameters and which another microbatch makes.
         """
         if not numbers:
             return self.actions
@@ -277,7 +285,7 @@ def make_part(
         made_here: The absent calls that any stage of this rank makes.
         made_later: The absent calls that later stages of this rank make.
         limited: The calls that not every microbatch makes.
-        again: True if a later stage of this rank runs the step again.
+        again: True if a later stage of this rank runs the step again, because the schedule is interleaved.
         is_last: True for the last stage.
         lacks: True if the stage does not have all parameters outside the units.
     """
@@ -387,7 +395,8 @@ def _assigns(call: Call) -> bool:
 def assign(tensor: Tensor, value: Tensor) -> None:
     """Write a value into a parameter in place, instead of assigning it to `tensor.data`.
 
-    The parameter must keep its memory, because ZeRO shards, gradient buckets and saved states refer to it.
+    The parameter must keep its memory, because ZeRO shards, gradient buckets and saved states refer to it. Steps call
+    it if they are traced, and so does `trainer.losses.repeated_writes` in other steps.
 
     Args:
         tensor: The parameter.

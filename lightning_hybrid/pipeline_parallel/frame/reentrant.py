@@ -1,4 +1,8 @@
-"""Reentrant activation checkpointing (`use_reentrant=True`) in code that is split into stages."""
+"""Reentrant activation checkpointing (`use_reentrant=True`) in code that is split into stages.
+
+:class:`FrameCut` enters :func:`without_reentrant` around the steps of a batch, so that users do not have to change
+their `checkpoint` calls, which may be in a library.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,12 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
 
     With ``use_reentrant=True``, a checkpoint is one `torch.autograd.Function`, whose backward runs a nested backward.
     Neither can be split into stages. With ``use_reentrant=False``, operators only save fewer tensors. Calls inside
-    layers are not changed, nor are functions with which other code has replaced torch's function.
+    layers are not changed, nor are functions with which other code has replaced torch's function. The replacement is
+    global: it is an attribute of `torch.utils.checkpoint`.
 
     Args:
-        is_divided: Returns True if the code that is running is split into stages.
+        is_divided: Returns True if the code that is running is split into stages: it is code around the layers of a
+            step.
     """
     # `checkpoint` looks up the function by this name, also if other code has imported `checkpoint` or made a partial.
     function: Any = checkpoint.CheckpointFunction

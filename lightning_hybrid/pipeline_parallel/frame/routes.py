@@ -1,7 +1,12 @@
 """Routes: which calls of a traced step each stage makes, and which values it receives and sends.
 
-:class:`FrameCut` and :class:`ChainUse` call :func:`find_routes` and :func:`find_routes_around` once for each traced
-step. Values are sent forward only, from each stage to the next.
+A *unit* is a module that runs on exactly one stage, such as a pipelined layer. An *absent* call is a call whose result
+depends on parameters or units; every stage makes all other calls, so routes do not contain them. A *value* is an absent
+tensor, named by the call that made it.
+
+:class:`FrameCut` calls :func:`find_routes` for each plan, and :class:`ChainUse` calls :func:`find_routes_around` for
+each step that it traces. Values are sent forward only, from each stage to the next. Every stage runs the user's code,
+so to send as few values as possible, each stage makes the calls that it can make itself.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ KEEP_TEXT = (
 
 
 class OrderError(ValueError):
-    """A unit needs the result of a unit on a later stage."""
+    """A unit needs the result of a unit on a later stage; see :func:`find_routes` for its ``args``."""
 
 
 class StateError(WrongUseError):
@@ -41,7 +46,7 @@ class Route:
     """The part of one stage in a step.
 
     Attributes:
-        computed: The numbers of the absent calls that the stage makes.
+        computed: The numbers of the absent calls that the stage makes, and of reads of parameters (`Graph.reads`).
         received: The values that arrive from the previous stage. Some of them may also be in `sent`.
         sent: The values for the next stage.
         fetched: The names of the parameters that the stage uses and that only later stages have.
@@ -61,7 +66,7 @@ class Travel:
         names: The name of the parameter; or, for a value that is computed from parameters and is not smaller than each
             of them (such as a transposed one), the names of these parameters.
         stages: The stages that use the value and do not have the parameters.
-        num_bytes: The bytes that are sent forward. A gradient has the same size and is sent back.
+        num_bytes: The bytes that are sent forward, over all stages. A gradient has the same size and is sent back.
     """
 
     names: tuple[str, ...]
@@ -80,14 +85,15 @@ def find_routes(
     """Return the calls that each stage makes, and the values that it receives and sends.
 
     A stage makes a value itself if it can: from the batch, its parameters, its units and the values that it receives
-    anyway. Otherwise it receives the value from the first stage that can make it. If no single stage has all operands
-    of a call, the stage receives the operands and makes the call. It receives the result instead if the result depends
-    only on parameters and is not larger than the operands; then an earlier stage makes the call. Parameters that not
-    all stages have are sent as other values are.
+    anyway. Otherwise it receives the value from the first stage that can make it, and a parameter from the nearest
+    earlier stage that has it. If no single stage has all operands of a call, the stage receives the operands and makes
+    the call. It receives the result instead if the result depends only on parameters and the batch and is not larger
+    than the operands that the stage lacks; then an earlier stage makes the call. Parameters that not all stages have
+    are sent as other values are.
 
     Args:
-        graph: The calls of the step.
-        stage_of: The stage of each unit.
+        graph: The calls of the step, after :meth:`Graph.read`.
+        stage_of: The stage of each unit, by its position.
         num_stages: The number of stages.
         holders: The stages of the parameters that not every stage has, by name.
         fetches: If True, a stage may use values of parameters of later stages, which is possible only without
@@ -99,8 +105,9 @@ def find_routes(
     Raises:
         OrderError: If a stage needs the result of a later stage. ``args`` are the call of the unit that needs the
             result (``None`` if the end of the step needs it), and the call of the later stage's unit.
-        WrongUseError: If a tensor is changed in place and another stage would not see the change, or if a parameter is
-            needed on a stage to which it cannot be sent.
+        StateError: If a tensor of the module is written on one stage and read on another.
+        WrongUseError: If a tensor or a parameter is changed and another stage would not see the change, if a parameter
+            is needed on a stage to which it cannot be sent, or if several stages compute a tensor with a gradient hook.
     """
     router = _Router(graph, stage_of, [Route() for _ in range(num_stages)], holders)
     for number, call in enumerate(graph.calls):
@@ -117,8 +124,10 @@ def find_routes_around(
 ) -> list[Route]:
     """Return the routes around a chain of layers that is called as a whole; only the outer stages run the step.
 
+    The chain is the only unit, at position 0.
+
     Args:
-        graph: The calls of the step.
+        graph: The calls of the step, after :meth:`Graph.read`.
         number: The number of the call of the chain. The last stage makes this call; the first stage makes its
             arguments.
         num_stages: The number of stages.
@@ -128,8 +137,7 @@ def find_routes_around(
         The route of each stage. If no route sends a value, the stages only send activations between the chain's layers.
 
     Raises:
-        WrongUseError: If a tensor is changed in place and another stage would not see the change, or if a parameter is
-            needed on a stage to which it cannot be sent.
+        StateError, WrongUseError: As in :func:`find_routes`.
     """
     router = _Router(graph, {0: num_stages - 1}, [Route() for _ in range(num_stages)], holders)
     router.need(graph.calls[number].operands, 0, number)
@@ -140,7 +148,9 @@ def find_routes_around(
 
 
 def find_travels(graph: Graph, routes: Sequence[Route], sizes: Mapping[str, int]) -> tuple[Travel, ...]:
-    """Return the parameters that are sent to stages that do not have them.
+    """Return the parameters that are sent to stages that do not have them, for a warning; see :class:`Travel`.
+
+    Values that are computed from parameters and are smaller than one of them are left out.
 
     Args:
         graph: The calls of the step.
@@ -217,6 +227,9 @@ class _Router:
 
         Args:
             fetches: If True, a stage may use values of parameters of later stages.
+
+        Raises:
+            OrderError, StateError, WrongUseError: As in :func:`find_routes`.
         """
         last = len(self.routes) - 1
         self.need(self._graph.wanted, last, None)
@@ -240,6 +253,10 @@ class _Router:
             values: The values.
             stage: The stage.
             needed_by: The number of the call that needs the values; ``None`` for the end of the step.
+
+        Raises:
+            OrderError: If a unit of a later stage makes a value.
+            WrongUseError: If a unit changes a tensor in place, and the new value cannot be sent.
         """
         waiting = list(reversed(values))
         while waiting:
@@ -268,7 +285,7 @@ class _Router:
             self._send(value, source, stage)
 
     def write_parameters(self) -> None:
-        """Make each call that writes a parameter on all stages that have the parameter."""
+        """Make each call that writes a parameter on all stages that have the parameter; raise an error if it cannot."""
         for number, call in enumerate(self._calls):
             for stage, route in enumerate(self.routes):
                 if number not in route.computed and any(self._holds(name, stage) for name in call.rewritten):
@@ -295,7 +312,11 @@ class _Router:
         )
 
     def make_effects(self) -> None:
-        """Make each call with an effect on a tensor (a hook on its gradient) on the stages that compute the tensor."""
+        """Make each call with an effect on a tensor (a hook on its gradient) on the stages that compute the tensor.
+
+        Raises:
+            WrongUseError: If several stages would make such a hook: each has only a part of the gradient.
+        """
         for number, call in enumerate(self._calls):
             for route in self.routes:
                 if call.is_effect and all(value.call in route.computed for value in call.operands):
@@ -354,7 +375,10 @@ class _Router:
                 self.need([Value(number, 0)], stage, None)
 
     def _source(self, value: Value, stage: int) -> int | None:
-        """Return the stage that provides a value to a stage; ``None`` if no stage up to this one can make it alone."""
+        """Return the stage that provides a value to a stage; ``None`` if no stage up to this one can make it alone.
+
+        The result is also ``None`` if the call writes in place, so that the stage has to make it with its own tensor.
+        """
         call = self._calls[value.call]
         if call.unit is not None:
             home = self._stage_of[call.unit]

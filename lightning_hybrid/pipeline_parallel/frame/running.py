@@ -1,6 +1,10 @@
 """The run of one stage's part of a step, according to its plan.
 
-:meth:`FrameCut.run` enters a :class:`Running` around the user's step.
+:meth:`FrameCut.run` enters a :class:`Running` around the user's step, for each microbatch and stage of this rank. A
+*unit* is a module that runs on exactly one stage, such as a pipelined layer. The mode counts the calls of the code
+around the units. It makes each call, or *answers* it: it returns the result in the plan, or tensors that have arrived
+from the previous stage. The user's own code runs, not code that is generated from the plan, so a step that takes
+another path than its plan is detected.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ _VALUES = frozenset(
 
 
 class OtherPathError(Exception):
-    """The step takes another path than in the trace.
+    """The step takes another path than in the trace. :meth:`FrameCut.run` turns it into a `PathChangedError`.
 
     ``args`` are the number of the first call that differs; a text for this call, or the position of its unit; and the
     function, module or unit position that is called there.
@@ -56,7 +60,10 @@ class OtherPathError(Exception):
 
 
 class LateParameterError(Exception):
-    """A call after the end of the trace uses a parameter of another stage; ``args`` are the parameter's placeholder."""
+    """A call after the end of the trace uses a parameter of another stage; ``args`` are the parameter's placeholder.
+
+    :meth:`FrameCut.run` turns it into an error with the parameter's name.
+    """
 
 
 class LateUnitError(Exception):
@@ -64,7 +71,10 @@ class LateUnitError(Exception):
 
 
 class Unwind(BaseException):
-    """An exception that leaves the user's step once this stage has all tensors that later stages need."""
+    """An exception that leaves the user's step once this stage has all tensors that later stages need.
+
+    It is not an `Exception`, so that `except Exception` in the user's code does not catch it.
+    """
 
 
 class InvariantCalls:
@@ -73,7 +83,8 @@ class InvariantCalls:
     Examples are positions, causal masks and rotary tables. Compilers call this loop-invariant code motion. The trace
     tells which calls may be invariant. Before a kept result is returned, the call is checked: it must have the same
     tensors, which no torch operator has written since, and equal values. Collectives do not count as operators:
-    `tensor_bytes.tell_autograd` notes their writes.
+    `tensor_bytes.tell_autograd` notes their writes. :class:`FrameCut` makes one object for each plan and batch, so all
+    stages of a rank use it.
 
     Attributes:
         made: The calls that were made, by their numbers.
@@ -139,12 +150,13 @@ class _Made(NamedTuple):
 
 
 class Running(StepMode):
-    """A mode that runs one stage's part of one step.
+    """A mode that runs one stage's part of one step, without communication.
 
     Args:
         part: The work of the stage.
-        inputs: The tensors from the previous stage.
-        parameters: The parameters that are sent from or to this stage, by name.
+        inputs: The tensors from the previous stage, in the order of its `Part.sent`.
+        parameters: The parameters `Part.parameters`, by name. Parameters of other stages are placeholders, which the
+            mode replaces by received or fetched values in the arguments of calls.
         fetched: The values of parameters of later stages, by name.
         device: The device of this rank.
         seed: Seeds the generators for the call with a number.
@@ -155,7 +167,7 @@ class Running(StepMode):
 
     Attributes:
         number: The number of the next call.
-        sent: The tensors for the next stage; ``None`` for tensors that are not computed yet.
+        sent: The tensors for the next stage, in the order of `Part.sent`; ``None`` for tensors not computed yet.
         missing: The number of tensors for the next stage that are not computed yet.
     """
 
@@ -209,7 +221,11 @@ class Running(StepMode):
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Detect if calls after the last traced call write some tensors."""
+        """Detect if calls after the last traced call write some tensors. Call it before the mode is entered.
+
+        Args:
+            tensors: The tensors.
+        """
         self._watched = tensors
         self._followed_to = None
 
@@ -246,6 +262,10 @@ class Running(StepMode):
             args: The arguments of the call.
             kwargs: The keyword arguments of the call.
             name: The name for messages; ``None`` for the name of the function.
+
+        Raises:
+            OtherPathError: If the plan has another call at this number.
+            Unwind: If this stage is finished; see :meth:`_leave`.
         """
         number = self.number
         self.number = number + 1
@@ -274,7 +294,7 @@ class Running(StepMode):
         return result
 
     def _run_freely(self, number: int, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call after the last unit on the last stage, where all values exist; leave the step on other stages."""
+        """Make a call from `Part.free_from` on, on the last stage, where all values exist; leave other stages."""
         if not self._is_last:
             self._leave(func)
             return func(*args, **(kwargs or {}))
@@ -285,7 +305,7 @@ class Running(StepMode):
         return (self._run_guarded if self._is_guarded else apply)(func, args, kwargs or {})
 
     def _run_guarded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that was not traced.
+        """Make a call on the last stage, which may lack a parameter that the trace did not find.
 
         Raises:
             LateParameterError: If the call computes with a parameter of another stage.
@@ -313,7 +333,14 @@ class Running(StepMode):
             self.__enter__()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make or answer a call of a unit."""
+        """Make or answer a call of a unit.
+
+        Raises:
+            OtherPathError: If the plan has another call at this number.
+            LateUnitError: If a unit is called on the last stage after all units of the plan.
+            Unwind: If this stage is finished; see :meth:`_leave`.
+            WrongUseError: If the unit changes its arguments, or returns something else than in the trace.
+        """
         number = self.number
         self.number = number + 1
         if self._arrived:
@@ -369,6 +396,9 @@ class Running(StepMode):
 
         The step is not left immediately, because hooks of the last layer run first. It is not left in a call that ends
         a context (`no_grad`, autocast), which must complete, nor a second time while it is being left.
+
+        Raises:
+            Unwind: If the step is left.
         """
         if not self._is_left and not getattr(func, "__name__", "").startswith(_ENDS):
             self._is_left = True
@@ -416,7 +446,7 @@ def _is_same_argument(one: Any, other: Any) -> bool:
 
 @contextmanager
 def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """Restore attributes and buffers to which a stage has assigned fake tensors.
+    """Restore attributes and buffers to which a stage has assigned fake tensors while entered.
 
     The last stage has the values, and sends them to the other stages at the end of an epoch.
 
@@ -442,9 +472,9 @@ def _table_of(owner: Any, name: str) -> dict[str, Any]:
 
 
 def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
-    """Raise an error if the result of a unit differs from the trace in more than the values of tensors.
+    """Raise an error if the result of a unit has another structure, plain value or returned argument than in the trace.
 
-    Other stages use the result from the trace.
+    Other stages use these from the trace. Values and shapes of tensors are not compared.
 
     Args:
         call: The call in the trace.

@@ -1,7 +1,13 @@
 """The search for units: the modules that run on exactly one stage each, such as transformer blocks.
 
-`pipeline_parallel.body` calls :func:`find_units` or :func:`named_units`, and groups units into rows that stay on one
-stage, such as a layer and its frozen copy.
+`pipeline_parallel.body.find_body` calls :func:`find_units` or :func:`named_units` before the module is split into
+stages. Then it groups units into *rows* with :func:`side_by_side` and :func:`spread`: all units of a row are on the
+same stage, such as a layer and its frozen copy. Model classes have no common name for their layers, so
+:func:`find_units` searches for the lists that hold most parameters.
+
+A *container* is an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. A *numbered row* of names differs only in the
+number at the end (``layer1``, ``layer2``). A *teacher* is a frozen module from which a trained module, the *student*,
+learns.
 """
 
 from __future__ import annotations
@@ -19,16 +25,17 @@ _LEAST_SHARE = 0.15
 # A unit larger than an average stage by this factor is replaced by the members of the lists inside it.
 _TOO_LARGE = 1.5
 
+#: Modules with their dotted names.
 Units = list[tuple[str, nn.Module]]
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return True if a module is a list, a dictionary or a sequence of modules, and is not empty."""
+    """Return True if a module is an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`, and is not empty."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(module) > 0
 
 
 def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
-    """Return the units that the user names.
+    """Return the units that the user names, in the order of the patterns.
 
     Args:
         module: The user's module.
@@ -55,18 +62,19 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
 def find_units(module: nn.Module, num_stages: int) -> Units:
     """Find the units of a module that the user has not named.
 
-    The units are the members of the outermost lists and Sequentials that each hold at least 15% of the parameters, and
-    of smaller lists in the same numbered row (``layer1``, ``layer2``, ...). If there is only one list, its members are
-    the units, whatever its size. If there are fewer units than stages, or if a unit is much larger than an average
-    stage, the members of the lists inside the largest unit replace this unit. If the module has a teacher, the lists of
-    the trained part come first, even if they are small.
+    The units are the members with parameters of the outermost containers that each hold at least 15% of the parameters,
+    and of smaller containers in the same numbered row. If no container is that large and there is only one outermost
+    container with parameters, its members are the units. If there are fewer units than stages, or if a unit is more
+    than 1.5 times as large as an average stage, the members of the containers inside the largest unit replace this
+    unit. If both a teacher and the trained part of the module have such containers, each part is compared with its own
+    size, and the trained part comes first.
 
     Args:
         module: The user's module.
         num_stages: The number of stages.
 
     Returns:
-        The units with their names. Empty if no list is large enough.
+        The units with their names. Empty if no container is large enough.
     """
     count = cache(_count)
     total = max(1, count(module))
@@ -111,7 +119,7 @@ def _lists_beside_teachers(module: nn.Module) -> Units:
 
 
 def _teachers(module: nn.Module) -> list[str]:
-    """Find frozen modules with "teacher" in their name that are not copies of a trained module.
+    """Return the names of frozen modules with "teacher" in their name that are not copies of a trained module.
 
     Only the name distinguishes a teacher from a frozen encoder whose outputs the trained layers read.
     """
@@ -131,6 +139,8 @@ def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Un
 
         student.0  student.1  student.2     row 0: student.0, teacher.0, teacher.1
         teacher.0  ...........  teacher.5   row 1: student.1, teacher.2, teacher.3     row 2: student.2, ...
+
+    A teacher is a frozen module with "teacher" in its name; frozen copies are already in the rows of their originals.
 
     Args:
         module: The user's module.
@@ -180,7 +190,7 @@ def side_by_side(module: nn.Module, units: Units) -> list[Units]:
 
 
 def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Find frozen modules that have the class, parameter names and shapes of a trained module: teachers.
+    """Find frozen modules that have the class, parameter names and shapes of a trained module, such as EMA teachers.
 
     Args:
         module: The user's module.
@@ -208,6 +218,8 @@ def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def has_teacher(module: nn.Module) -> bool:
     """Return True if there is a frozen copy of a trained module. Layers of one list are not copies of each other.
+
+    `trainer.losses.repeated_writes` then watches for writes of parameters. The name of the copy does not matter.
 
     Args:
         module: The user's module.
@@ -315,5 +327,5 @@ def _check_disjoint(units: dict[nn.Module, str]) -> None:
 
 
 def _count(module: nn.Module) -> int:
-    """Return the number of parameters of a module."""
+    """Return the number of parameter elements of a module; a tied parameter counts once."""
     return sum(parameter.numel() for parameter in module.parameters())

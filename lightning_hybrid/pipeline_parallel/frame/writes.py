@@ -1,4 +1,10 @@
-"""Writes of parameters in a step, such as the moving average of a teacher: they are made once for all microbatches."""
+"""Writes of parameters in a step, such as the moving average of a teacher: they are made once for all microbatches.
+
+In one process, a step writes such a parameter once. With microbatches, the user's step runs several times, and each run
+would write it again. :class:`FrameCut` calls :func:`find_writes` for each plan, and :func:`skipped` selects the
+microbatch that makes each write before the microbatches of a batch run. Only writes that do not depend on the batch are
+limited to one microbatch. `trainer.losses.repeated_writes` does the same in runs without traced steps.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +21,16 @@ from lightning_hybrid.torch_internals import FOREACH
 
 @dataclass(frozen=True)
 class Writes:
-    """The calls of a step that write parameters and do not depend on the batch.
+    """The calls of a step that write parameters and do not depend on the batch. Calls are identified by their numbers.
 
     Attributes:
         first: Calls that only the first microbatch makes: all uses of the parameter come after them.
         last: Calls that only the last microbatch makes: all uses of the parameter come before them.
-        mixed: Calls that one microbatch alone cannot make, each with the name of its parameter.
+        mixed: Calls that one microbatch alone cannot make, each with the name of its parameter (``""`` for a parameter
+            without a name in the module): uses come before and after them, or later code uses their result.
         serving: The calls that write parameters, and the calls whose results only these calls use.
-        sources: For each written parameter, the names of the parameters from which its new value is computed.
+        sources: For each written parameter, the names of the parameters from which its new value is computed, with
+            itself.
     """
 
     first: frozenset[int] = frozenset()
@@ -97,7 +105,7 @@ def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes
 
     Args:
         graph: The calls of the step.
-        units_of: The positions of the units that contain a parameter, by its name.
+        units_of: The positions of the units that contain a parameter, by its name. Each call of such a unit uses it.
     """
     writers: dict[str, list[int]] = {}
     of_batch: set[int] = set()
@@ -180,7 +188,8 @@ def skipped(writes: Sequence[Writes], graphs: Sequence[Graph]) -> list[frozenset
         graphs: The graph in the plan of each microbatch.
 
     Raises:
-        WrongUseError: If one microbatch alone cannot make a write.
+        WrongUseError: If one microbatch alone cannot make a write, or if a parameter is written before its uses in one
+            microbatch and after them in another one.
     """
     if len(writes) == 1 or not any(each.first or each.last or each.mixed for each in writes):
         return [frozenset()] * len(writes)

@@ -1,4 +1,9 @@
-"""Message times between neighboring pipeline ranks, measured on the channels that training uses."""
+"""Message times between neighboring pipeline ranks, measured on the channels that training uses.
+
+:class:`~.step_schedules.StepSchedules` measures once in a run, usually before the fourth training step, and only links
+between nodes. The messages of a training step do not show the delay of a link, because their times contain the time for
+which the receiver or the sender is busy.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,9 @@ class Delay:
     """Time of a message on a link, in one direction.
 
     Attributes:
-        latency: The time until a small message arrives, in seconds.
-        occupied: The additional time of the largest message of a step, in seconds, which is due to its size.
+        latency: The time until a message of one byte arrives, in seconds.
+        occupied: The additional time of the largest message of a step, in seconds, which is due to its size. For so
+            long, the link is occupied.
     """
 
     latency: float
@@ -48,8 +54,8 @@ def measure_delays(
 ) -> dict[RankPair, Delay]:
     """Measure the time of messages on links, one link after the other.
 
-    All ranks of a pipeline call this at the same time, between steps, when the channels are not in use. Messages are
-    sent to the other rank and back.
+    All ranks of a pipeline must call this with equal `links`, between steps, when the channels are not in use. Messages
+    are sent to the other rank and back; the channels count them and remember their formats.
 
     Args:
         channels: The channels of this rank. The largest message of a step must have been sent through them.

@@ -2,6 +2,11 @@
 
 :class:`~.step_schedules.StepSchedules` calls :func:`choose_extra` with measured times. The layout search and the
 command `timeline` call it with estimated times.
+
+In plain 1F1B, rank ``r`` of ``p`` runs ``p - r`` forwards and then waits for the gradient of the first of them, which
+arrives late if messages take a long time. An *extra* microbatch in flight over a link is one more forward on the ranks
+before the link, which they run during this wait. It needs memory for its activations, so the number is not simply set
+to a large value.
 """
 
 from __future__ import annotations
@@ -31,13 +36,14 @@ def choose_extra(
     patience: float = math.inf,
     build: Callable[[str, int, int, int, tuple[int, ...]], Schedule] = build_unproven,
 ) -> tuple[int, ...]:
-    """Return the smallest numbers of extra microbatches with which the simulated step takes the shortest time.
+    """Return small numbers of extra microbatches with which the simulated step takes about the shortest time.
 
     With ``n`` microbatches in flight over the links after a rank, each of them takes at least
     ``(time there and back, with all computations in between) / n`` (eager 1F1B, https://arxiv.org/abs/2211.05322). So
     ``time on the link, there and back / time of a microbatch on the slowest rank``, rounded up, is enough for each
     link. Often a smaller number is enough, because stages before or after the link wait anyway, or because a step has
-    few microbatches. The function simulates a step with these numbers and, link by link, with smaller numbers.
+    few microbatches. The function simulates a step with these numbers. Then, link by link, it searches for the smallest
+    number with which the step is slower by at most the fraction :data:`NOT_WORTH`.
 
     Args:
         name: The name of the schedule. ``"gpipe"`` needs no extra microbatches.
@@ -50,8 +56,8 @@ def choose_extra(
         build: A function that builds a schedule, like :func:`~..schedules.build_unproven`.
 
     Returns:
-        A number for each link between neighboring ranks; zeros if extra microbatches would save less than the fraction
-        :data:`NOT_WORTH` of the step.
+        A number for each link between neighboring ranks; zeros for ``"gpipe"``, and if extra microbatches would save
+        less than the fraction :data:`NOT_WORTH` of the step.
     """
     deadline, nothing = time.monotonic() + patience, (0,) * (num_ranks - 1)
     num_chunks = len(times.forwards) // max(1, num_ranks)
@@ -88,7 +94,8 @@ def choose_extra(
 def _enough(times: StepTimes, placement: Placement, num_microbatches: int) -> list[int]:
     """Return a sufficient number of extra microbatches for each link.
 
-    It is the round-trip time of a message on the link divided by the time of a microbatch on the slowest rank.
+    It is the round-trip time of a message on the link divided by the time of a microbatch on the slowest rank, times
+    the number of chunks, rounded up, and at most the number of microbatches.
     """
     num_ranks = placement.num_ranks
     own = map(placement.stages_of, range(num_ranks))

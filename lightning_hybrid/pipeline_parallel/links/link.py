@@ -1,4 +1,9 @@
-"""Time of messages on links between ranks of any axis, and the times of the parts of a pipeline step."""
+"""Time of messages on links between ranks of any axis, and the times of the parts of a pipeline step.
+
+A :class:`Link` is one number for latency and one for bandwidth: the layout search and the command `timeline` estimate
+all messages with it. :class:`StepTimes` contains measured or estimated times, in the form that the simulation of a step
+takes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Schedules of training steps, and the automatic choice of extra microbatches in flight.
 
-With ``Tuning(extra_in_flight="auto")``, the schedule changes once the links between nodes have been measured.
+`TrainingStep` gets the schedule of each step from its :class:`StepSchedules`. The strategy and dry runs call
+:func:`find_placement` and :func:`find_schedule` with the same configuration before a run.
+
+With ``Tuning(extra_in_flight="auto")``, the schedule changes once the links between nodes have been measured. An
+*extra* microbatch in flight over a link is one more forward that the ranks before the link run before their first
+backward: it hides the latency of the link, and needs memory. The latency is measured and not configured, because users
+rarely know it.
 """
 
 from __future__ import annotations
@@ -70,7 +76,8 @@ def find_schedule(
         config: The arguments of the strategy.
         num_ranks: The number of pipeline ranks.
         num_microbatches: The number of microbatches in the step.
-        extra_in_flight: The number of extra microbatches for each link; by default the numbers in `config`.
+        extra_in_flight: The number of extra microbatches for each link; by default the numbers in `config`, which are
+            zeros for ``"auto"``.
         posts_early: See :func:`~..schedules.build`.
     """
     num_chunks = find_placement(config, num_ranks).num_chunks
@@ -87,7 +94,7 @@ class Measured:
         num_microbatches: The maximum number of microbatches in a step.
         seconds: The median time of one microbatch in seconds, by stage and kind of computation, such as ``"F"``.
         delays: The delays of the links on which the rank sends activations.
-        most: The number of extra microbatches that the rank's memory has room for.
+        most: The number of extra microbatches that the rank's memory has room for; infinite on a CPU.
     """
 
     rank: int
@@ -100,10 +107,11 @@ class Measured:
 class StepSchedules(dict[int, Schedule]):
     """Schedules of training steps by number of microbatches. A schedule is built at its first use.
 
-    With ``Tuning(extra_in_flight="auto")``, and pipeline ranks on several nodes, the first steps run without extra
-    microbatches in flight. The second and the third step are timed. Before the fourth step:
+    With ``Tuning(extra_in_flight="auto")``, a schedule other than GPipe, and pipeline ranks on several nodes, the first
+    steps run without extra microbatches in flight. The second and the third step are timed; a step that the caller
+    records itself is not. Before the next step:
 
-    1. All ranks send messages over the links between nodes, and measure their delays.
+    1. The ranks send messages over the links between nodes, and measure their delays.
     2. All ranks exchange their measurements.
     3. The first rank chooses the numbers of extra microbatches (:func:`~.in_flight.choose_extra`), and broadcasts them.
 
@@ -149,7 +157,8 @@ class StepSchedules(dict[int, Schedule]):
     def begin_step(self) -> None:
         """Count a step with backward that is about to begin; choose the numbers once enough steps have been timed.
 
-        Every rank calls this, while :attr:`is_choosing` is True.
+        Every rank must call this while :attr:`is_choosing` is True. The call with the choice communicates, and empties
+        this dictionary.
         """
         if self._num_timed < _MEASURED:
             self._num_steps += 1
@@ -183,7 +192,11 @@ class StepSchedules(dict[int, Schedule]):
         return self._recorder.range
 
     def _measure(self, seconds: Mapping[tuple[int, str], float]) -> Measured:
-        """Measure the links and the free memory. Every rank calls this between two steps."""
+        """Measure the links and the free memory. Every rank must call this between two steps.
+
+        Args:
+            seconds: See :attr:`Measured.seconds`.
+        """
         rank, number = self._mesh.pipeline_rank, max(self)  # the last batch of an epoch may be smaller
         self._engine.retire()
         delays = measure_delays(self._engine.channels, rank, self._links, self._device)
@@ -200,7 +213,7 @@ class StepSchedules(dict[int, Schedule]):
         return spare_microbatches(room, peak - torch.cuda.memory_allocated(self._device), in_flight)
 
     def _gather(self, own: Measured) -> list[Measured]:
-        """Return the measurements of all ranks."""
+        """Return the measurements of all ranks of the world, which must all call this."""
         return all_gather_values(own, self._mesh.decision_group)
 
 
@@ -256,7 +269,7 @@ def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> Step
 
 
 def choose(schedule: str, num_ranks: int, found: Sequence[Measured], *, patience: float = math.inf) -> tuple[int, ...]:
-    """Return the number of extra microbatches in flight for each link.
+    """Return the number of extra microbatches in flight for each link. No communication.
 
     Args:
         schedule: The name of the schedule.

@@ -1,6 +1,10 @@
 """Traffic between nodes: the bytes that a step sends, and the order of the axes that sends the fewest.
 
-A run counts bytes with :class:`TrafficWatch` and warns if another order would send less.
+An axis is one kind of parallelism: data, tensor, pipeline or context. Their order, the argument `launch.rank_order`,
+decides which ranks are on the same node, and so which messages go over the slow links between nodes. `TrainingStep`
+counts the bytes of one step with :class:`TrafficWatch` and warns if another order would send less. The command `plan`
+calls the functions with estimated bytes. Bytes are counted and not only estimated, because they depend on the user's
+step.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], tra
         traffic: The bytes that ranks send to each other.
 
     Returns:
-        The number of bytes, and the part of it that is due to tensor parallelism.
+        The number of bytes, without messages of context parallelism, and the part of it that is due to tensor
+        parallelism.
     """
     crossing = dict.fromkeys(AXES, 0.0)
     steps = {axis: (sizes.stride(axis, rank_order), sizes.along(axis)) for axis in sizes.axes}
@@ -110,8 +115,8 @@ def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: T
 class TrafficWatch:
     """Counter of the bytes sent between nodes in the fourth optimizer step, which warns if another order sends less.
 
-    By the fourth step, the delays of links have been measured (:class:`~.step_schedules.StepSchedules`), so these
-    messages are not counted. Counting adds no work to a step: torch records the collectives of gloo anyway, and
+    By the fourth step, the delays of links have usually been measured (:class:`~.step_schedules.StepSchedules`), so
+    these messages are not counted. Counting adds no work to a step: torch records the collectives of gloo anyway, and
     channels count their bytes. If torch does not record them, and with NCCL, no warning is printed;
     ``lightning-hybrid plan`` estimates the bytes in these cases.
 
@@ -121,7 +126,8 @@ class TrafficWatch:
         rank_order: The order of the axes in the numbering of ranks.
 
     Attributes:
-        is_counting: True until the bytes have been counted; always False if there is nothing to count.
+        is_counting: True until the bytes have been counted; always False with NCCL, on a single node, and if no other
+            order could send less.
     """
 
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
@@ -136,7 +142,7 @@ class TrafficWatch:
     def begin_step(self) -> str | None:
         """Count an optimizer step whose first batch is about to run.
 
-        Every rank calls this, while `is_counting` is True.
+        Every rank must call this while `is_counting` is True, because the fifth call gathers the bytes of all ranks.
 
         Returns:
             The warning, at the fifth step and on every rank; ``None`` without a warning.

@@ -1,6 +1,14 @@
 """Pipeline schedules as plain data: lists of actions, their generators, and the passes that complete them.
 
-:func:`build` makes the schedule of a training step, and :func:`build_forward` the schedule of an evaluation step.
+A schedule lists, for each pipeline rank, the forwards, backwards, sends and receives of one step, in order. A rank has
+one or several stages, its *chunks*. :func:`build` makes the schedule of a training step, and :func:`build_forward` the
+schedule of a step without backward. Training and evaluation steps call them when they first need the schedule, and
+:class:`~..engine.Engine` runs this rank's list. The cost model, the memory account and the command `timeline` read
+schedules without running them.
+
+Schedules are data and not code in the engine, so that the same lists can be validated before any rank waits for another
+rank, simulated without a device, and drawn. Every rank builds the lists of all ranks from the same numbers, without
+communication.
 """
 
 from __future__ import annotations
@@ -59,15 +67,19 @@ def build(
 ) -> Schedule:
     """Build the complete, validated schedule of a training step.
 
+    The result is cached: equal arguments return the same object. The engine recognizes a known schedule by its
+    identity.
+
     Args:
         name: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         num_ranks: The number of pipeline ranks.
         num_microbatches: The number of microbatches in a step. It may be smaller than the number of stages.
         num_chunks: The number of stages per rank.
-        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks; empty for
-            none.
-        posts_early: If True, receives are posted before their messages are sent, in unit time. If False, every host may
-            wait for its device at any time, because all operations that a host has enqueued can finish.
+        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks: forwards
+            that the ranks before the link run earlier than in the plain schedule. Empty for none.
+        posts_early: If True, receives are posted before their messages are sent, in unit time, unless
+            ``CUDA_LAUNCH_BLOCKING`` is set. If False, every host may wait for its device at any time, because all
+            operations that a host has enqueued can finish.
 
     Raises:
         ValueError: If the schedule does not exist, a number is below 1, or the schedule does not support several chunks
@@ -84,7 +96,13 @@ def build(
 def compute_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: Sequence[int] = ()
 ) -> Schedule:
-    """Build the schedule of :func:`build` without sends and receives. The arguments are the same."""
+    """Build the schedule of :func:`build` without sends and receives, for example for an estimate of memory.
+
+    The arguments are the same, without `posts_early`.
+
+    Raises:
+        ValueError: See :func:`compute_order`.
+    """
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
     return Schedule(name, placement_of(name, num_ranks, num_chunks), num_microbatches, order)
 
@@ -118,6 +136,9 @@ def build_unproven(
         num_microbatches: See :func:`build`.
         num_chunks: See :func:`build`.
         extra_in_flight: See :func:`build`.
+
+    Raises:
+        ValueError: See :func:`compute_order`. Also if computations wait for each other.
     """
     schedule = compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
     return _with_communication(schedule, extra_in_flight, True)
@@ -125,7 +146,10 @@ def build_unproven(
 
 @lru_cache
 def build_forward(placement: Placement, num_microbatches: int, *, posts_early: bool = True) -> Schedule:
-    """Build the complete, validated schedule of an evaluation step, which has only forwards.
+    """Build the complete, validated schedule of a step that has only forwards.
+
+    This is an evaluation step, or a run of training batches without backward, such as a comparison of microbatches. The
+    result is cached, as in :func:`build`.
 
     Args:
         placement: The rank of each stage, as in training.

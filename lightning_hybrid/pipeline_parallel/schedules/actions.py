@@ -1,4 +1,9 @@
-"""Actions of a rank, and schedules, which contain the list of actions of each rank."""
+"""Actions of a rank, and schedules, which contain the list of actions of each rank.
+
+Generators and passes make a :class:`Schedule` before a step. The engine, the simulator, the memory account and the
+validation read it. They all ask its methods which result a computation needs and which message transfers it, so the
+rules exist only here. The notation of actions, such as ``2F0``, is the notation of `torch.distributed.pipelining`.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +68,14 @@ _NOTATION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of every rank in one step, in order.
+    """Actions of every pipeline rank in one step, in order.
 
     Attributes:
-        name: The name of the generator.
+        name: The name of the generator, or ``"forward"`` for a schedule of :func:`~..schedules.build_forward`.
         placement: The rank of each stage. Consecutive stages on one rank need no messages.
         num_microbatches: The number of microbatches in one step.
-        actions: ``actions[rank]`` is the list of actions of this rank.
+        actions: ``actions[rank]`` is the list of actions of this pipeline rank. It contains only computations before
+            :func:`~.passes.add_communication`.
         retired: ``retired[rank][position]`` are the sends of this rank that are proven to be received once the action
             at ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
         posts_early: True if receives have been moved before computations that their senders may wait for.

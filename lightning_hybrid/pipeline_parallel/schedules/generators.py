@@ -1,4 +1,13 @@
-"""Generators of schedules: the order in which each rank computes."""
+"""Generators of schedules: the order in which each rank computes, without sends and receives.
+
+:func:`~..schedules.compute_schedule` calls :func:`compute_order` for a step with backward, and
+:func:`~..schedules.build_forward` calls :func:`forward_order` for a step without backward. The keys of
+:data:`SCHEDULES` are the values of the user's argument `schedule`, except ``"auto"``. Sends and receives follow from
+the order (:mod:`~.passes`), so a generator cannot make them inconsistent.
+
+In the diagrams, time runs to the right, and a forward takes as long as a backward. In formulas, ``p`` is the number of
+ranks, ``m`` the number of microbatches, and ``v`` the number of chunks, which are the stages of a rank.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +31,9 @@ def placement_of(name: str, num_ranks: int, num_chunks: int = 1) -> Placement:
         name: A key of :data:`SCHEDULES`.
         num_ranks: The number of pipeline ranks.
         num_chunks: The number of stages per rank.
+
+    Raises:
+        KeyError: If the schedule does not exist.
     """
     return SCHEDULES[name].place(num_ranks, num_chunks)
 
@@ -39,8 +51,8 @@ def compute_order(
         num_ranks: The number of pipeline ranks.
         num_microbatches: The number of microbatches in a step. It may be smaller than the number of stages.
         num_chunks: The number of stages per rank.
-        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks; empty for
-            none.
+        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks: forwards
+            that the ranks before the link run earlier than in the plain schedule. Empty for none.
 
     Raises:
         ValueError: If the schedule does not exist, a number is below 1, or the schedule does not support several chunks

@@ -1,6 +1,8 @@
 """Kinds of actions, as a table.
 
-Code that treats kinds differently reads their properties, so that a new kind needs only a new row.
+Generators, passes, validation, the simulator and the drawings read the properties in this table instead of comparing an
+action with single kinds. A new kind, such as a backward that computes only the gradients of the input, needs a row in
+the table, a member of :class:`Kind` and, if it is a computation, a handler in the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 
 class Result(enum.Enum):
-    """Result that each stage computes once for each microbatch, in this order."""
+    """Result that each stage computes once for each microbatch, in this order; only `OUTPUTS` without backward."""
 
     OUTPUTS = enum.auto()
     INPUT_GRADIENTS = enum.auto()
@@ -48,8 +50,9 @@ class Kind(enum.Enum):
         results: The results of a computation; empty for a send or a receive.
         flow: The direction of the message that the action sends, receives, or takes and makes: 1 for activations, which
             go to the next stage; -1 for gradients, which go to the previous stage; 0 for no message.
-        share: The fraction of a whole forward or backward that a computation is; 1 for all current kinds.
-        color: The red, green and blue values of its cells in drawings.
+        share: The fraction of a whole forward or backward that a computation is: 1 for all current computations, 0 for
+            sends and receives.
+        color: The red, green and blue values of its cells in drawings. Sends and receives are not drawn.
         is_send: True for sends.
         is_receive: True for receives.
         is_compute: True for computations.

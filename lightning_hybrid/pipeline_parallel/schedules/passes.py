@@ -1,4 +1,11 @@
-"""Passes over the actions of a schedule: add sends and receives, post receives early, prove that sends are received."""
+"""Passes over the actions of a schedule: add sends and receives, post receives early, prove that sends are received.
+
+:func:`~..schedules.complete` applies them in this order to a schedule that only computes, and validates the schedule
+before the proofs. Simulations need no proofs. Each pass takes a schedule and returns a new one.
+
+To *post* a receive is to provide memory for a message and to continue without waiting. A *channel* contains the
+messages of one kind (activations or gradients) from one rank to another.
+"""
 
 from __future__ import annotations
 
@@ -174,8 +181,11 @@ def prove_sends_received(schedule: Schedule) -> Schedule:
 
     When ``0B0`` has its gradient, ``1F0`` has run, so ``0SEND_F0`` is retired. ``0SEND_F1`` may still be unfinished.
 
-    Sends without a proof are the last sends of a step, and most sends in evaluation. The engine has to wait for them,
-    which cannot deadlock (see :func:`~.validation.validate`).
+    Without proofs, the engine would have to wait for each send, or keep the tensors of all sends until the end of the
+    step. Sends without a proof are the last sends of a step, and most sends in evaluation. The engine has to wait for
+    them, which cannot deadlock (see :func:`~.validation.validate`).
+
+    Validate the schedule first: a schedule that deadlocks raises an `AssertionError`.
 
     This is Lamport's "happened before" relation with one clock per rank (https://dl.acm.org/doi/10.1145/359545.359563).
     """

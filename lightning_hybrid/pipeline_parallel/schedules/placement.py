@@ -1,4 +1,10 @@
-"""Placement of stages on ranks."""
+"""Placement of stages on ranks.
+
+A schedule determines the placement (:func:`~.generators.placement_of`). From it, the strategy derives the layers and
+parameters of each rank, and the channels between ranks. Code asks the placement instead of computing
+``stage % num_ranks``, so a schedule may place its stages in another way. All current schedules use
+:meth:`Placement.in_turns`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,8 @@ class Placement:
                                      stage  0  1  2  3  4  5  6  7
 
     Attributes:
-        ranks: The rank of each stage. Every rank has the same number of stages, its chunks, in the order of the model.
+        ranks: The pipeline rank of each stage. Every rank has the same number of stages, its chunks, in the order of
+            the model.
     """
 
     ranks: tuple[int, ...]

@@ -1,4 +1,8 @@
-"""Validation of schedules: a schedule is complete and cannot deadlock."""
+"""Validation of schedules: a schedule is complete and cannot deadlock.
+
+:func:`~..schedules.complete` calls :func:`validate` once for each schedule, before its first step. Without it, an error
+in a generator would only show as ranks that wait for each other in a step until a timeout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The watch thread of a run, which handles signals, requests for tensors, and the checks of `RankWatch`."""
+"""The watch thread of a run, which handles signals, requests for tensors, and the checks of `RankWatch`.
+
+`World` makes one :class:`RunWatch`. `World` and `HybridStrategy` call it at the beginning and end of each run. This
+class only joins parts: the thread and the checks that need no mesh come from :class:`~.start_watch.StartWatch`, and the
+checks that need the mesh are added here. A separate thread is necessary, because the thread of the run may be blocked
+in C++, in a collective or in CUDA.
+
+The *watcher* is the watch thread; a *look* is one pass of its checks. The *board* is the part of the store of all ranks
+through which watchers exchange information. A run is *stalled* if nothing finishes on a rank for too long.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +32,14 @@ from lightning_hybrid.strategy.watch.start_watch import StartWatch
 class RunWatch:
     """The watch of this rank's runs, as long as process groups exist; it continues :class:`StartWatch`.
 
+    With a single process, it exists, but no run is opened.
+
     Args:
         mesh: The device mesh.
-        engine: The engine, whose messages are watched.
+        engine: The engine that runs schedules; its messages are watched.
         start: The watch of this rank until now.
         stall: The time in seconds after which a run without progress counts as stalled; ``None`` for no limit.
-        since: The number of the last collective before the groups were created.
+        since: The number of the last collective before the groups were created, in torch's flight recorder.
         desync: Compares the actions of the ranks.
         fetch: Sends tensors that other ranks request.
         position: Returns the position of this rank, as for `StallWatch`.
@@ -66,7 +77,7 @@ class RunWatch:
         self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:
-        """Begin a run."""
+        """Begin a run: replace the Trainer's signal handlers, and start the watcher."""
         self.trainer = trainer
         if not self._start.is_first_run:  # the watch of the first run began when the store was created
             self._failures.begin()
@@ -87,8 +98,8 @@ class RunWatch:
     def end_together(self) -> None:
         """Wait for all ranks at the end of a run without a failure, so that no rank succeeds if another rank fails.
 
-        No other code calls the collective that is used here. A barrier could be matched with an earlier barrier that
-        another rank has called alone.
+        `HybridStrategy.teardown` calls this on every rank. No other code calls the collective that is used here. A
+        barrier could be matched with an earlier barrier that another rank has called alone.
         """
         is_in_run = self.trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
@@ -99,7 +110,7 @@ class RunWatch:
             self._failures.is_over = True
 
     def finish(self) -> None:
-        """End a run, after its last collectives."""
+        """End a run and stop the watcher, after the last collectives of the run."""
         if self.trainer is not None and not self._failures.failed:
             self._board.finish(self._waits.final())
         self.trainer, self._start.is_first_run = None, False
@@ -140,5 +151,5 @@ class RunWatch:
         return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
 
     def _interrupt(self, exception: Exception) -> bool:
-        """Raise an exception in the thread of the run. Return True if that is possible."""
+        """Raise an exception in the thread of the run, by SIGTERM. Return True if that is possible."""
         return self._signals.interrupt(exception, self._thread.interrupt)

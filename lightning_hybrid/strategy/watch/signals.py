@@ -1,4 +1,13 @@
-"""Agreement of all ranks on SIGTERM, SLURM's signal before a requeue, and time-based validation, before each batch."""
+"""Agreement of all ranks on SIGTERM, SLURM's signal before a requeue, and time-based validation, before each batch.
+
+`RunWatch` makes one :class:`SignalAgreement`, installs it at the beginning of a run, and calls
+:meth:`SignalAgreement.look` on the watch thread. The Trainer calls :meth:`SignalAgreement._agree` before each training
+batch, in place of its own broadcast of SIGTERM.
+
+The *watcher* is the watch thread of a rank. The *board* is the part of the store of all ranks through which watchers
+exchange information; a *flag* is an entry of it. A *note* is a number of bits: the signals and the due validation that
+rank 0 knows, which all ranks act on before the next batch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +31,7 @@ _VALIDATE = 4  # not a signal, but sent in the same message: `Trainer(val_check_
 
 
 class SignalAgreement:
-    """Makes all ranks act on a signal of any rank before the same batch.
+    """Agreement by which all ranks act on a signal of any rank before the same batch.
 
     ::
 
@@ -133,7 +142,11 @@ class SignalAgreement:
                 self._told |= number
 
     def _agree(self) -> None:
-        """Act on the notes of rank 0. All ranks call this before each training batch."""
+        """Act on the notes of rank 0. All ranks call this before each training batch.
+
+        Raises:
+            SIGTERMException: If any rank has received SIGTERM.
+        """
         trainer = self._trainer
         assert trainer is not None
         notes = self._notes_of_first(self._noted | self._note_of_time(trainer))

@@ -1,4 +1,12 @@
-"""The watch thread of a rank, from the creation of the store until the first run."""
+"""The watch thread of a rank, from the creation of the store until the first run.
+
+`HybridStrategy` makes a :class:`StartWatch` as soon as the store of all ranks exists, before process groups do. `World`
+then passes it to `RunWatch`, which adds checks to the same thread. There is no single class, because a rank may also
+fail or hang while groups are made and the module is sharded, when no mesh exists yet.
+
+The *store* is torch's key-value store on the first node. The *watcher* is the watch thread. The *board* is the part of
+the store through which watchers exchange information: *records* of ranks, flags, and the first failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +29,7 @@ from lightning_hybrid.distributed.watch.watcher import Watcher
 
 
 class StartWatch:
-    """The watch of this rank until `RunWatch` extends it.
+    """The watch of this rank until `RunWatch` extends it. With a single process, no thread starts.
 
     ::
 
@@ -91,8 +99,14 @@ class StartWatch:
     def leave(self, exception: BaseException) -> BaseException | None:
         """Report an exception to the other ranks and leave the groups, unless all ranks raise the exception.
 
+        `HybridStrategy.on_exception` calls this if the exception is raised before the mesh exists.
+
+        Args:
+            exception: The exception. A `ValueError` or `TypeError` is one that all ranks raise.
+
         Returns:
-            The exception of another rank, if the exception of this rank only reports that another rank has left.
+            The exception of another rank, if the exception of this rank only reports that another rank has left;
+            otherwise ``None``.
         """
         # All ranks raise these, and the user can continue with other arguments.
         if isinstance(exception, (ValueError, TypeError)):
@@ -101,7 +115,7 @@ class StartWatch:
         return cause if is_transport(exception) else None
 
     def close(self) -> None:
-        """Stop the watch."""
+        """Stop the watch thread, and end the checks of this run."""
         self.watcher.close()
         self.rank_watch.close()
 

@@ -1,4 +1,10 @@
-"""The automatic plan, which finds a style for each layer that is known to be divisible."""
+"""The automatic plan, which finds a style for each layer that is known to be divisible.
+
+:func:`~lightning_hybrid.tensor_parallel.plan.make_plan` calls :func:`auto_plan` for ``tensor_parallel_plan="auto"``,
+before the first step and on rank 0 only; `strategy.parallelize` sends the plan to the other ranks. A wrong style can
+give wrong results without an error, so a layer is sharded only if the code around it is known too. A rule such as
+"shard every `nn.Linear`" would shard layers whose outputs must be complete.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ _ELEMENTWISE = (
 _ELEMENTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, F.selu, F.mish, F.relu6, F.hardswish, F.softplus)
 # An embedding is not sharded if it has at least this many times fewer rows than the largest one, and is not tied.
 _SMALL = 8
-_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # layers of torch whose code is known
 
 
 def auto_plan(
@@ -34,7 +40,10 @@ def auto_plan(
     - the layers in the plan of a Hugging Face model (`hf_plan`)
     - multilayer perceptrons and attentions with the usual names, if a trial gives the same results with shards, and if
       their code is known or is proved to do nothing else (`blocks`)
-    - `nn.Embedding` by rows, and its head: the `nn.Linear` that is tied to it, or the last one if it has as many rows
+    - `nn.Embedding` by rows, unless it is small, and its head: the layers that are tied to it, or else the last
+      `nn.Linear` if it has as many rows
+
+    The trials run code of the module, in copies on the CPU. The module does not change.
 
     Args:
         module: The full module.
@@ -44,7 +53,8 @@ def auto_plan(
         sequence_parallel: True if transformer layers compute on sequence shards.
 
     Returns:
-        The styles by module name; and the reasons for layers of these kinds that are not sharded.
+        The styles by module name; and the reasons, as the end of a sentence, for layers of these kinds that are not
+        sharded.
     """
     builder = PlanBuilder(module, size, mode)
     for name, layer in module.named_modules():
@@ -66,6 +76,14 @@ def auto_plan(
 
 
 def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has_regions: bool) -> None:
+    """Plan a transformer layer of torch: its attentions, its two linear layers, and a region around it if possible.
+
+    Args:
+        builder: The builder of the plan.
+        name: The name of the layer.
+        layer: The layer.
+        has_regions: True if transformer layers become regions, in which all activations are sharded.
+    """
     linear1, dropout, linear2 = (join_names(name, child) for child in ("linear1", "dropout", "linear2"))
     attentions = (("self_attn", "attention"), ("multihead_attn", "attention:memory"))
     is_parallel = [

@@ -1,7 +1,14 @@
 """Multilayer perceptrons and attentions of other libraries, found by layer names, shapes and numbers of heads.
 
+:func:`auto_plan` calls :func:`add_blocks` once for a module, after plans of Hugging Face models have been read.
+
 Names alone prove nothing. A block is sharded only if a copy gives the same results with shards (`trial`), and if its
 code is known (`known_code`) or is proved to do only what the trial shows (`straight_code`, `operations`).
+
+Terms: a *block* is a module that is called, with its *columns* (linear layers that take its input, and get a shard of
+their output features) and its *row* (the linear layer that takes what the code computes from them). The *core* is the
+module that has the number of heads, the block itself or a module in it. *Ways* or candidates are several possible plans
+for one block, and a *finding* is the result of their trial. In code, *host* is the block as a module.
 """
 
 from __future__ import annotations
@@ -88,8 +95,8 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
     """Add the blocks of a module that have usual names and give the same results with shards.
 
     Args:
-        builder: The builder to which they are added.
-        known: The names of layers that other plans contain.
+        builder: The builder, to which styles are added, or reasons why a block is not sharded.
+        known: The names of layers that other plans contain, which are not used here.
     """
     tried: dict[Hashable, Finding] = {}
     notes: dict[str, _Note] = {}
@@ -115,7 +122,7 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
 
 
 def _doubt(reason: str, finding: Finding) -> str | None:
-    """Return the reason why a block with unknown code is not sharded; ``None`` without a doubt."""
+    """Return the reason why a block with unknown code is not sharded; ``None`` if a trial left no doubt about it."""
     if finding.block is None:
         return reason
     return None if finding.doubt is None else f"{reason}; it {finding.doubt}"
@@ -176,8 +183,14 @@ def _named(
 
     The block is the module that is called. A container without a `forward` is a part of its parent.
 
+    Args:
+        builder: The builder of the plan.
+        name: The name of a module.
+        patterns: `_MLPS` or `_ATTENTIONS`.
+        known: The names of layers that other plans contain.
+
     Yields:
-        The name of the block, the paths of the columns, and the path of the row.
+        At most once: the name of the block, the paths of the columns, and the path of the row, relative to the block.
     """
     for columns, row in patterns:
         paths = [join_names(name, path) for path in (*columns, row)]
@@ -206,7 +219,7 @@ def _features(layer: Any) -> tuple[int, int]:
 
 
 def _mlp(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | str:
-    """Return the way to shard the features between two layers, or the reason why there is none."""
+    """Return the only way to shard the features between two layers, in a list, or the reason why there is none."""
     width, _ = _features(host.get_submodule(row))
     if any(_features(host.get_submodule(path))[1] != width for path in columns):
         return "has layers whose feature sizes do not match"
@@ -246,7 +259,7 @@ def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -
 
 
 def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hashable, Finding]) -> Finding:
-    """Try a block, unless an equal block has been tried already."""
+    """Return the finding about a block, from `tried` if an equal block has been tried already. `tried` grows."""
     if any(isinstance(parameter, DTensor) for parameter in host.parameters()):
         return Finding(reason="is already sharded")
     ignored = {_NUMBER_OF_LAYER} if candidates[0].heads else set()

@@ -1,4 +1,8 @@
-"""The builder of the automatic plan, which adds the layers of a block together or not at all."""
+"""The builder of the automatic plan, which adds the layers of a block together or not at all.
+
+`auto_plan`, `blocks` and `hf_plan` share one :class:`PlanBuilder` per plan. Half a block would give wrong results: a
+column-wise layer returns a shard of its features, which only a row-wise layer accepts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,10 @@ class PlanBuilder:
         mode: The way in which layers are sharded over the ranks.
 
     Attributes:
-        plan: The styles by module name.
-        reasons: The reasons why layers are not sharded, as the end of a sentence, by module name.
+        plan: The styles by module name. Several styles of a module are joined by ``" + "``.
+        reasons: The reasons why layers are not sharded, as the end of a sentence, by module name. A layer with a reason
+            is never added later.
+        layers: All modules, by name.
     """
 
     def __init__(self, module: nn.Module, size: int, mode: Mode) -> None:
@@ -47,7 +53,8 @@ class PlanBuilder:
                 that cannot have its style gets the reason.
 
         Returns:
-            True if the layers were added.
+            True if the layers were added. If False, a reason is stored, except if a layer is in the plan already, has a
+            reason already, or was sharded by the user.
         """
         if any(self._is_settled(name) for name, style in styles if not _is_wrapper(style)):
             return False
@@ -63,7 +70,12 @@ class PlanBuilder:
         return False
 
     def obstacle(self, styles: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-        """Return the layer that prevents sharding these layers together, and the reason; ``None`` if there is none."""
+        """Return the layer that prevents sharding these layers together, and the reason; ``None`` if there is none.
+
+        Args:
+            styles: Names of layers, and their styles. If the first style is not ``"vocab"``, several layers pass shards
+                to each other.
+        """
         hands_on = len(styles) > 1 and styles[0][1] != "vocab"
         held = {path: split for each in styles for path, split in self._held(*each)}
         for name, style in styles:
@@ -86,7 +98,10 @@ class PlanBuilder:
         return None
 
     def _held(self, name: str, style: str) -> Iterator[tuple[str, ParamSplit | None]]:
-        """Yield the parameters of a layer with a style, each with its sharding or ``None``."""
+        """Yield the names of the parameters of a layer with a style, each with its sharding; ``None`` if replicated.
+
+        Styles that only wrap a module (`styles.WRAPPERS`) shard nothing.
+        """
         if _is_wrapper(style):
             return
         layer = self.layers[name]

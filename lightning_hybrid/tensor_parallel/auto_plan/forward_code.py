@@ -1,4 +1,9 @@
-"""Analysis of a block's source: the attributes that it reads, and the uses of its input."""
+"""Analysis of a block's source: the attributes that it reads, and the uses of its input.
+
+`blocks` and `heads` call it while an automatic plan is made, and `shape_errors` after an error, to tell the user which
+entries of a plan fit. It is only advice, so the analysis of the syntax tree may miss unusual code. `straight_code`, on
+which results depend, fails on code that it does not know, and uses only the functions that read sources.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +54,14 @@ def forward_source(module: nn.Module) -> str:
 
 
 def input_use(module: nn.Module, layers: Collection[str]) -> InputUse:
-    """Return how the `forward` of a module uses its input.
+    """Return how the `forward` of a module uses its input, the first argument.
 
     Args:
         module: The module; it may be parallel.
         layers: The paths of the layers below it whose output features are sharded.
+
+    Returns:
+        The uses. If the source is not available, the input counts as used otherwise.
     """
     function = parse_source(forward_source(module))
     if not isinstance(function, ast.FunctionDef):
@@ -109,7 +117,12 @@ def _path(node: ast.AST) -> str | None:
 
 
 class _Reader:
-    """An analysis of the statements of a `forward`."""
+    """An analysis of the statements of a `forward`.
+
+    Args:
+        function: The syntax tree of the `forward`.
+        layers: The paths of the layers whose output features are sharded.
+    """
 
     def __init__(self, function: ast.FunctionDef, layers: Collection[str]) -> None:
         self._function, self._layers = function, layers
@@ -117,7 +130,10 @@ class _Reader:
         self._loops = dict(self._variables())
 
     def read(self, name: str) -> InputUse:
-        """Return the uses of an argument, until another value is assigned to its name."""
+        """Return the uses of an argument, until another value is assigned to its name.
+
+        The width also counts as read from a value that an unsharded layer has computed from the argument.
+        """
         whole, is_input = {name}, True
         reads_width = is_used_otherwise = False
         takers: set[str] = set()

@@ -1,4 +1,9 @@
-"""The numbers of heads in the attributes of an attention, and heads that a plan lacks."""
+"""The numbers of heads in the attributes of an attention, and heads that a plan lacks.
+
+`blocks` and `hf_plan` read the numbers while an automatic plan is made, `shape_errors` after an error, and
+``lightning-hybrid check`` at the start of training (:func:`missing_heads`). Libraries have no common attribute for the
+number of heads, so the usual names are searched.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,13 @@ from lightning_hybrid.distributed.module_names import pattern_of
 from lightning_hybrid.tensor_parallel.auto_plan.forward_code import attributes_read
 from lightning_hybrid.tensor_parallel.layers import ColumnParallelLinear, DividedNumbers
 
+#: Names of the attribute with the number of all heads of queries.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = re.compile(r"((n|num)_)?(kv|key|key_value)_heads?")  # heads of keys and values, in grouped-query attention
 
 
 def count_heads(owner: object) -> dict[str, int]:
-    """Return the numbers of heads in an attention or a configuration, by attribute.
+    """Return the numbers of heads in an attention or a configuration, by attribute; empty for other objects.
 
     Heads of queries come before heads of keys and values.
     """
@@ -44,7 +50,7 @@ def missing_heads(module: nn.Module) -> list[str]:
     """Return messages about modules that have sharded layers, but compute with the number of all heads.
 
     Args:
-        module: The full module, during a run.
+        module: The full module, after its plan has been applied.
 
     Returns:
         A message for each group of similar modules, with the entry that the plan may lack.

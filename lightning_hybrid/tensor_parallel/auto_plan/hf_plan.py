@@ -1,6 +1,12 @@
 """The plans in Hugging Face models: `_tp_plan`, and `base_model_tp_plan` of the configuration.
 
-The plans are read from attributes, so transformers need not be installed.
+:func:`~.auto_plan.auto_plan` creates one :class:`HuggingFacePlans` for a module. These plans are used before `blocks`
+searches for names, because the authors of a model know it best. But each block is checked: if a parameter is missing in
+its plan, or its heads cannot be divided, it is not sharded. The plans are read from attributes, so transformers need
+not be installed.
+
+A *block* is a module with layers that pass shards to each other. An *end* is a layer with replicated input and output,
+such as an embedding or a head, for which other layers do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ _STYLES = {
 }
 #: Styles with replicated inputs and outputs, which do not depend on the styles of other layers.
 _ALONE = {"colwise_gather_output", "rowwise_split_input", "vocab"}
-_WHOLE = {"replicate", "replicated"}
+_WHOLE = {"replicate", "replicated"}  # styles of layers that are not sharded
 
 
 class HuggingFacePlans:
@@ -54,7 +60,10 @@ class HuggingFacePlans:
         _join_halves(self._blocks)
 
     def add_blocks(self) -> None:
-        """Add the layers of blocks, which pass shards to each other. A block is added completely or not at all."""
+        """Add the layers of blocks, which pass shards to each other. A block is added completely or not at all.
+
+        A block that is not added gets a reason in the builder.
+        """
         for name, styles in self._blocks.items():
             unknown = next((style for style in styles.values() if style not in _STYLES), None)
             reason = None if unknown is None else f"has a built-in plan with the unknown style {unknown!r}"
@@ -68,7 +77,7 @@ class HuggingFacePlans:
             self._builder.add(*ours, *self._masks(name), *self._random_numbers(name, ours), block=name)
 
     def end_names(self) -> set[str]:
-        """Return the names of layers with a style that does not depend on other layers."""
+        """Return the names of layers with a style that does not depend on other layers, so that `blocks` skips them."""
         return {name for name, _ in self._ends}
 
     def add_ends(self) -> None:
@@ -111,14 +120,20 @@ class HuggingFacePlans:
         return count_heads(getattr(block, "config", None))
 
     def _masks(self, name: str) -> list[tuple[str, str]]:
-        """Return the style of an attention, which can receive a mask and return the weights of all heads."""
+        """Return the style of an attention, which can receive a mask and return the weights of all heads.
+
+        The result is empty for blocks that are not attentions.
+        """
         block = self._layers[name]
         heads = next((number for key, number in self._heads(block).items() if key in HEADS), None)
         is_attention = isinstance(getattr(block, "head_dim", None), int) and heads is not None
         return [(name, f"mask_per_head:{heads}")] if is_attention else []
 
     def _random_numbers(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the style that makes each rank draw its own random numbers for dropout in a block."""
+        """Return the style that makes each rank draw its own random numbers for dropout in a block.
+
+        The result is empty without dropout, or without exactly one row-wise layer.
+        """
         block = self._layers.get(name)
         if block is None or isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             return []
@@ -152,7 +167,7 @@ def _named_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _join_halves(blocks: dict[str, dict[str, str]]) -> None:
-    """Merge a block with only column-wise or only row-wise layers into its parent."""
+    """Merge blocks with only column-wise or only row-wise layers into their parents, in place, until none is left."""
     while True:
         half = next((name for name in blocks if name and _is_half(blocks[name])), None)
         if half is None:

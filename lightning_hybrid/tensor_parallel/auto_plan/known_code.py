@@ -1,8 +1,9 @@
 """The packages whose blocks are sharded without a proof about their code.
 
 The computation between the layers of a block determines whether the layers can be sharded, and a trial does not show
-all of it. The blocks of some packages have been reviewed. Other code must be proved to do nothing else
-(`straight_code`, `operations`).
+all of it: code may read values, or behave differently in a later call. The blocks of some packages have been reviewed.
+Other code must be proved to do nothing else (`straight_code`, `operations`). `blocks` and `hf_plan` call
+:func:`unknown_reason` with each block while an automatic plan is made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_hybrid.torch_internals import backward_hooks, forward_hooks, forward_pre_hooks
 
+#: The packages whose code is known.
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "timm"})
 
 
@@ -32,7 +34,10 @@ def unknown_reason(block: nn.Module) -> str | None:
 
 
 def changed_reason(block: nn.Module) -> str | None:
-    """Return the reason why a block does more than its classes do, as the end of a sentence; else ``None``."""
+    """Return the reason why a block does more than its classes do, as the end of a sentence; else ``None``.
+
+    Reasons are a replaced `forward`, and hooks on modules inside the block.
+    """
     reasons = (_changed_reason(name, part) for name, part in block.named_modules())
     return next((reason for reason in reasons if reason is not None), None)
 

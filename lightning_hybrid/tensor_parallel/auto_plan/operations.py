@@ -1,7 +1,9 @@
-"""Operations of torch in which each feature depends on the same features for all values.
+"""Operations of torch in which each result depends on the same features, whatever their values are.
 
-No operation here reads a value to decide what to do, and each passes a NaN to all results that depend on it. If a block
-calls only these operations, a trial with random values and NaN therefore shows all dependencies.
+`trial` records the operations of a block with an :class:`OperationWatch`, and `straight_code` compares the calls in its
+source with :data:`OPERATIONS`. No operation here reads a value to decide what to do, and each passes a NaN to all
+results that depend on it. If a block calls only these operations, a trial with random values and NaN therefore shows
+all dependencies. A list of allowed names is safer than a list of forbidden names, because torch adds operations.
 """
 
 from __future__ import annotations
@@ -35,15 +37,16 @@ _SHAPES = frozenset(
         *("__getitem__", "__iter__", "__len__", "shape", "size", "dim", "ndim"),
     }
 )
+#: The names of all known functions, methods and attributes.
 OPERATIONS = _VALUES | _SHAPES
 
 
 class OperationWatch:
-    """A function mode that records the calls of torch operations. It is used with :class:`FunctionMode`.
+    """A record of the calls of torch operations. A :class:`FunctionMode` calls it instead of each torch function.
 
     Attributes:
-        calls: The names of calls that compute with values, each with its plain arguments.
-        unknown: The first operation that is not in `OPERATIONS`.
+        calls: The names of calls that compute with values, each with its plain arguments (numbers, texts, dtypes).
+        unknown: The name of the first operation that is not known; ``None`` if there is none.
     """
 
     def __init__(self) -> None:
@@ -61,7 +64,7 @@ class OperationWatch:
 
 
 def _name(func: Any) -> str:
-    """Return the name of an operation; ``shape`` for the getter of this attribute."""
+    """Return the name of an operation; for the getter of an attribute such as ``shape``, the name of the attribute."""
     name: str = getattr(func, "__name__", repr(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 

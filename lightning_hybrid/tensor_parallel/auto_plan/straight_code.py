@@ -1,7 +1,12 @@
 """A proof from its source that a block does the same computation in every call.
 
 A trial shows what the code does in a few calls. Code without branches, data-dependent loops and state from earlier
-calls does the same in all calls.
+calls does the same in all calls; such code is *straight* here. Only branches on `self.training` are allowed, because a
+trial runs both. Unknown syntax, names and attributes count as not straight. So the proof can fail for harmless code;
+the user then gets the reason, and a plan to copy.
+
+`trial` calls :func:`not_straight_reason` for a block whose code is not known (`known_code`), after the block has given
+the right results in a trial.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ def not_straight_reason(block: nn.Module) -> str | None:
     """Return the reason why a block may behave differently in another call, as the end of a sentence; else ``None``.
 
     Args:
-        block: The block. Code of known packages is not analyzed.
+        block: The block, with a single input. Code of known packages is not analyzed.
     """
     try:
         names = [*inspect.signature(block.forward).parameters]
@@ -58,7 +63,10 @@ def not_straight_reason(block: nn.Module) -> str | None:
 
 
 class _Reader:
-    """An analysis of the code of one module, and of the functions and methods that it calls."""
+    """An analysis of the code of one module, and of the functions and methods that it calls.
+
+    Both methods raise `_NotStraightError`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -83,7 +91,14 @@ class _Reader:
 
 
 class _FunctionReader:
-    """An analysis of the code of one function."""
+    """An analysis of the code of one function.
+
+    Args:
+        owner: The analysis of the module, which also reads the functions that this function calls.
+        module: The module whose `forward` calls the function, for the values of attributes of `self`.
+        function: The function.
+        tree: Its syntax tree.
+    """
 
     def __init__(self, owner: _Reader, module: nn.Module, function: Any, tree: ast.FunctionDef) -> None:
         self._owner, self._module, self._tree = owner, module, tree
@@ -183,7 +198,7 @@ class _FunctionReader:
         return isinstance(self._find(node.value), Tensor)
 
     def _find(self, node: ast.expr) -> Any:
-        """Resolve a name of the module or a global name, without running code."""
+        """Return the object to which a name of the module or a global name refers, without running code."""
         if isinstance(node, ast.Name):
             if node.id == "self" and self._is_method:
                 return self._module

@@ -1,8 +1,10 @@
 """The trial of a block before it is sharded: a run with full weights and a run with shards, on random values.
 
-Names and shapes suggest how a block can be sharded, but only its code determines whether the result is right. In one
-process, a copy of the block runs as each rank would. The combined results of the ranks are compared with the results of
-the full block::
+`blocks` calls :func:`try_blocks` for each block with usual names, while an automatic plan is made. Names and shapes
+suggest how a block can be sharded, but only its code determines if the result is right. In one process, without
+messages, a copy of the block runs as each rank would. The combined results of the ranks are compared with the results
+of the full block. A *block* has *columns* (linear layers that take its input) and a *row* (the linear layer that takes
+what the code computes from them)::
 
     input --> columns --> code of the block --> row --> sum over ranks  =  output of the full block
                 (shards)                      (shards)
@@ -36,7 +38,7 @@ from lightning_hybrid.torch_internals import backward_hooks, forward_hooks, forw
 
 _TOLERANCE = 1e-3  # for float32; a wrong sharding changes values completely
 _SHAPE = (2, 4)  # samples, and positions of each sample
-_OTHER_SHAPE = (3, 5)
+_OTHER_SHAPE = (3, 5)  # in the second trial of a block whose code is unknown
 _WITHOUT_DROPOUT = NoDraws(torch.device("cpu"), only_dropout=True)
 #: The states in which a block runs: True if it is in training, and the scale of its input. Its code may depend on both.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
@@ -47,13 +49,13 @@ class Block:
     """A way to shard a block. Paths are relative to the block.
 
     Attributes:
-        columns: The layers that take the input of the block.
-        row: The layer that takes what the code computes from the shards of the columns.
+        columns: The paths of the layers that take the input of the block.
+        row: The path of the layer that takes what the code computes from the shards of the columns.
         column_style: The style of the columns.
-        core: The module whose attributes have the number of heads.
+        core: The path of the module whose attributes have the number of heads; ``""`` for the block itself.
         heads: The number of heads; 0 if the block is not an attention.
-        attributes: The integer attributes of the core that are divided.
-        embeddings: Embeddings with one feature for each head.
+        attributes: The names of the integer attributes of the core that are divided, such as numbers of heads.
+        embeddings: The paths of embeddings with one feature for each head, which are sharded by features.
         is_narrow: True if the code of the core reads the width of its shards from its input.
     """
 
@@ -76,7 +78,7 @@ class Block:
         return tuple(path.removeprefix(f"{self.core}.") for path in self.columns)
 
     def wrappers(self) -> list[tuple[str, str]]:
-        """Return the core with the styles that it needs."""
+        """Return the path of the core with each style that it needs."""
         parts = (
             (self.attributes, f"divide:{','.join(self.attributes)}"),
             (self.heads, f"mask_per_head:{self.heads}"),
@@ -91,12 +93,12 @@ class Finding:
 
     Attributes:
         block: A correct way to shard the block; ``None`` if there is none.
-        reason: The reason why there is none, as the end of a sentence.
-        on_shards: Unsharded layers with parameters between the columns and the row. The gradients of these parameters
-            are partial sums over the ranks.
-        draws_after: The last column that is called, if dropout draws random numbers between it and the row; else
-            ``None``.
-        is_tested: True if the block could be run.
+        reason: The reason why there is none, as the end of a sentence; ``""`` if there is one.
+        on_shards: The paths of unsharded layers with parameters between the columns and the row. The gradients of these
+            parameters are partial sums over the ranks.
+        draws_after: The path of the last column that is called, if dropout draws random numbers between it and the row;
+            else ``None``.
+        is_tested: False if the block could not be run, so that no way was tried.
         doubt: The reason why results may differ for other values, as the end of a sentence; ``None`` if they cannot
             differ, or if the code is known.
     """
@@ -114,11 +116,12 @@ class _Run:
     """The result of one run of a block.
 
     Attributes:
-        row: The output of the row.
-        outputs: The leaves of the output of the block.
-        kept: The tensors that its modules store, by name.
-        gradients: The gradients of the row's output for the parameters of other layers, by name.
-        calls: The columns, in the order in which they are called.
+        row: The output of the row. With shards, it is this rank's summand.
+        outputs: The leaves of the output of the block (tensors and other values).
+        kept: The tensors that its modules store, except parameters, by name.
+        gradients: The gradients of the row's output for parameters of unsharded layers, by name. Parameters on which it
+            does not depend have no entry.
+        calls: The paths of the columns, in the order in which they are called.
         random: The states of the random generator after each column, and before the row.
         operations: The torch operations that the block called.
         problem: The reason why the block cannot be sharded, as the end of a sentence; ``None`` if there is none.
@@ -139,9 +142,15 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
 
     Args:
         host: The block. It does not change: a copy runs on the CPU, with random values in float32.
-        candidates: The ways, with the same columns and the same row.
+        candidates: The ways, with the same columns and the same row, the most likely first.
         size: The number of ranks.
         is_known: True if the code of the block is known. If False, the finding also has a doubt if there is one.
+
+    Returns:
+        The finding, with a way or with the reason why there is none. Errors of the block's code become a reason.
+
+    Raises:
+        MemoryError: If the host has too little memory for a copy.
     """
     with _isolated(), torch.enable_grad(), torch.device("cpu"):
         try:
@@ -199,7 +208,19 @@ def _isolated() -> Iterator[None]:
 
 
 class _Trial:
-    """A copy of a block, with random values."""
+    """A copy of a block on the CPU, with random values, without the hooks on the block. The bias of the row is zero.
+
+    Args:
+        host: The block.
+        block: A way to shard it. Other ways can be tried too if they have the same columns and row.
+        shape: The numbers of samples and positions of the input.
+
+    Attributes:
+        host: The copy.
+
+    Raises:
+        TypeError: If the block needs other arguments than its input and masks.
+    """
 
     def __init__(self, host: nn.Module, block: Block, shape: tuple[int, int] = _SHAPE) -> None:
         memo: dict[int, Any] = {}
@@ -237,6 +258,7 @@ class _Trial:
 
         Raises:
             RuntimeError: If the layers are not each called exactly once.
+            Exception: Any error of the code of the block.
         """
         calls: list[str] = []
         taken: list[Tensor] = []
@@ -301,8 +323,8 @@ class _Trial:
         Args:
             block: The way in which the block is sharded.
             size: The number of ranks.
-            state: Whether the block is in training, and the scale of its input.
-            whole: The run of the full block.
+            state: True if the block is in training, and the scale of its input, as in `_STATES`.
+            whole: The run of the full block in this state.
             by_the_same: If True, the ranks must call the same operations, with the same plain arguments.
         """
         runs = []

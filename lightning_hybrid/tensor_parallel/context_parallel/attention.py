@@ -1,6 +1,10 @@
 """Attention between sequence shards, which replaces `F.scaled_dot_product_attention` inside layers.
 
-::
+`ContextParallel` enters a :class:`Region` around each call of a layer, in training and evaluation, and again while the
+layer is recomputed. The trial of a layer enters a region too. The user's layers are unchanged, so attention is found by
+its torch functions (a function mode), not by modules: many libraries call the functions directly.
+
+There are three kinds (`HybridStrategy(context_parallel=...)`)::
 
     ulysses      all-to-all from positions to heads, and back       each rank: all positions, some heads
                  Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509
@@ -17,7 +21,7 @@ every kind. Each rank computes the scores of its own queries::
     softmax                unchanged
     weights @ values       values gathered
 
-A mask or `is_causal` always refers to the full sequence.
+A mask or `is_causal` always refers to the full sequence. All context-parallel ranks must call attention together.
 """
 
 from __future__ import annotations
@@ -48,17 +52,25 @@ from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import gather_keys, to_heads, to_sequence
 from lightning_hybrid.tensor_parallel.sharding import Shares, all_gather_shares
 
-#: The methods by which attention communicates.
+#: The kinds of attention: the methods by which it communicates.
 KINDS = ("ulysses", "ring", "all_gather")
 
 
 def is_balanced(kind: str) -> bool:
-    """Return True if each rank has two pieces of the sequence, so that a causal mask gives all ranks the same work."""
+    """Return True if each rank has two pieces of the sequence, so that a causal mask gives all ranks the same work.
+
+    Args:
+        kind: One of :data:`KINDS`. With ``"ulysses"``, each rank has some heads of all positions, so work is equal.
+    """
     return kind != "ulysses"
 
 
 def whole_keys(mask: Tensor) -> Tensor:
-    """Return a mask of keys. Inside a layer that computes on shards, `Region` returns the mask of all keys instead."""
+    """Return a mask of keys. Inside a layer that computes on shards, `Region` returns the mask of all keys instead.
+
+    `ParallelAttention` calls it for layers that are sharded over tensor-parallel ranks too, because it joins masks
+    before it calls torch's attention. In a region, it can be a collective.
+    """
     if has_torch_function_unary(mask):
         return handle_torch_function(whole_keys, (mask,), mask)
     return mask
@@ -81,7 +93,7 @@ class _Options(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The numbers of calls in a layer.
+    """The numbers of calls so far in one call of a layer. They are the place of the next call in a recomputation.
 
     Attributes:
         attentions: The calls of attention.
@@ -95,19 +107,21 @@ class Counts(NamedTuple):
 class Region(TorchFunctionMode):
     """A mode in which a layer computes on its sequence shard, and attention covers the full sequence.
 
+    One region belongs to one call of a layer, and to the recomputations of this call.
+
     Args:
         name: The name of the layer, for messages.
         shares: The positions of each rank.
         kind: The method by which attention communicates, one of :data:`KINDS`.
-        draws: The random numbers of the layer.
+        draws: The random numbers of the layer; `NoDraws` in a trial.
         hooks: Returns a context for the forward of the layer, which replaces the calls of hooks inside it.
 
     Attributes:
         name: The name of the layer.
         shares: The positions of each rank.
         draws: The random numbers of the layer.
-        is_active: True if the mode is entered.
-        counts: The numbers of calls of the layer so far.
+        is_active: True while the mode is entered.
+        counts: The numbers of calls in the layer so far. A recomputation resets them.
     """
 
     def __init__(
@@ -176,13 +190,21 @@ class Region(TorchFunctionMode):
         return self.counts.draws
 
     def refuse(self, what: str) -> WrongUseError:
-        """Return the error about code that is not supported on sequence shards."""
+        """Return the error about code that is not supported on sequence shards. The caller raises it.
+
+        Args:
+            what: Sentences with the cause and the remedy.
+        """
         return WrongUseError(
             f"context_parallel_size={self.shares.group.size} shards the sequence in {self.name!r}. {what}"
         )
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the attention of `nn.MultiheadAttention`, which would reject masks of the full sequence."""
+        """Replace the attention of `nn.MultiheadAttention`, which would reject masks of the full sequence.
+
+        Raises:
+            WrongUseError: If the attention returns its weights, adds keys, or has no batch dimension.
+        """
         given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
@@ -236,7 +258,7 @@ class Region(TorchFunctionMode):
             return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
 
     def _compare_keys(self, number: int) -> None:
-        """Count an attention, and raise an error if its number of keys has changed in a recomputation."""
+        """Count an attention, and raise a `WrongUseError` if its number of keys has changed in a recomputation."""
         self.counts = Counts(self.counts.attentions + 1, self.counts.draws)
         before = self._num_keys.setdefault(self.counts.attentions, number)
         if before != number:
@@ -249,7 +271,10 @@ class Region(TorchFunctionMode):
     def _to_memory(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
     ) -> Tensor:
-        """Compute attention from the queries of this shard to keys of another sequence, which every rank has."""
+        """Compute attention from the queries of this shard to keys of another sequence, which every rank has.
+
+        Nothing is communicated, because the keys are complete.
+        """
         if is_causal:
             raise self.refuse(
                 f"The causal attention of this layer has {query.shape[2]} queries but {key.shape[2]} keys, so the"
@@ -303,7 +328,10 @@ class Region(TorchFunctionMode):
     # -- written as matrix products ------------------------------------------------------------------------------------
 
     def _product(self, input: Tensor, other: Tensor, **options: Any) -> Tensor:
-        """Multiply queries by the keys, or attention weights by the values, of the full sequence."""
+        """Multiply queries by the keys, or attention weights by the values, of the full sequence.
+
+        Products are recognized by the shapes of their operands. All other products are unchanged.
+        """
         own, total = self.shares.length, self.shares.total
         if input.ndim == other.ndim == 4 and input.shape[2] == own < total:
             if (input.shape[3], other.shape[2]) == (
@@ -330,7 +358,7 @@ class Region(TorchFunctionMode):
         """Combine both masks of `nn.MultiheadAttention` into one mask for the full sequence.
 
         Returns:
-            The mask, and whether attention is causal. A causal attention has no mask.
+            The mask, and True if attention is causal. A causal attention has no mask.
         """
         mask, padding, is_causal = (given.get(name) for name in ("attn_mask", "key_padding_mask", "is_causal"))
         if is_causal and padding is None:
@@ -394,7 +422,10 @@ def _with_heads(x: Tensor, size: int) -> Tensor:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask that is added to scores. A boolean mask is ``True`` for hidden keys. Others keep their dtype."""
+    """Return a mask that is added to scores. A boolean mask is ``True`` for hidden keys. Others keep their dtype.
+
+    This is the convention of `nn.MultiheadAttention`. In `F.scaled_dot_product_attention`, ``True`` means visible.
+    """
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -6,6 +6,16 @@
                            |                                ^
     layers              [ shard ] --> [ shard ]             |              attention communicates
     around them                          `--> norm, head, cross entropy    shards, as long as positions are separate
+
+`strategy.parallelize` creates one :class:`ContextParallel` per run and enters :meth:`ContextParallel.around` around all
+forwards of a step or of an evaluation. `StepContext` calls `enter` and `leave` with values between stages, `leave` with
+the result of the step, and `paused` while a step is traced. Sequences are sharded at layers and not in the data loader,
+because the user's step, with its shifted labels, masks and metrics, must see full sequences.
+
+Terms: a *division* is one call of a layer with its sharded arguments. A *region* is the mode in which the layer then
+runs (`attention`). A *tap* is a forward hook of the user inside a layer. A *place* is the position of a tensor among
+the arguments of such a hook (`hooks`). A *trial* compares a layer on full sequences and on shards before its first
+call.
 """
 
 from __future__ import annotations
@@ -46,13 +56,13 @@ class ContextParallel:
                       outside          `between`                 inside
 
     If `torch.utils.checkpoint` recomputes code around or inside layers, the code runs in its original place: in the
-    same layer, after the same number of calls.
+    same layer, after the same number of calls. All ranks must call each layer together.
 
     Args:
         module: The module that contains the layers.
-        layers: The layers that compute on shards, by name.
+        layers: The layers that compute on shards, by name: the body, or the layers that would be split into stages.
         group: The context-parallel ranks.
-        kind: The method by which attention communicates.
+        kind: The method by which attention communicates, one of :data:`~.attention.KINDS`.
         device: The device of this rank.
     """
 
@@ -80,6 +90,8 @@ class ContextParallel:
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """Shard sequences in forwards inside the context.
 
+        Calls of layers are counted from here, for their random numbers. Encoders of torch make no nested tensors.
+
         Args:
             between: Returns a context that is entered around the code of the layers, and that recomputes this code in
                 backward.
@@ -99,9 +111,14 @@ class ContextParallel:
     def leave(self, value: Any, *, to_stage: bool) -> Any:
         """Return a value that leaves the layers and the code around them, or that is sent to the next stage.
 
+        All ranks must call it, because it gathers sharded sequences that are not sent to a stage.
+
         Args:
-            value: A tree.
+            value: A tree, such as the result of the user's step.
             to_stage: True if the value is sent to the next stage. Each rank then sends its sequence shard.
+
+        Returns:
+            The tree, with plain tensors, or with :class:`~.sharded_sequence.SequenceShare` for the next stage.
 
         Raises:
             WrongUseError: If the loss depends on a tensor that left a layer in another way than as its result.
@@ -119,7 +136,7 @@ class ContextParallel:
         return value
 
     def enter(self, value: Any) -> Any:
-        """Return a value that this stage received from the previous stage."""
+        """Return a value that this stage received from the previous stage, with sequences that are sharded again."""
         return from_shares(value, self._group, balanced=self._is_balanced)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -159,7 +176,7 @@ class ContextParallel:
         return inside
 
     def _here(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that enters the present place in the step again."""
+        """Return a function that enters the present place in the step again, when code is recomputed in backward."""
         region = self._region
         return partial(self._at, region, Counts() if region is None else region.counts, self._calls.copy())
 
@@ -180,7 +197,11 @@ class ContextParallel:
         return Draws(of_call, self._group.rank, division.batch_size, self._device)
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
-        """Test a layer before its first call, in training or not, and find the sequence dimensions of hook arguments.
+        """Test a layer before its first call, and find the sequence dimensions of hook arguments. It is a collective.
+
+        A layer is tested again in evaluation, or with other hooks. If gradients are enabled, the tensors of this call
+        are marked, so that :meth:`leave` finds a loss that depends on a single shard. A subclass of the dry run
+        replaces this method.
 
         Args:
             layer: The layer.
@@ -216,7 +237,7 @@ def check_context_parallel(
         tensor_parallel_mode: The arrangement of the tensor-parallel ranks.
 
     Raises:
-        ValueError: If an argument is not supported.
+        ValueError: If the arguments cannot be combined. With one context-parallel rank, all can be combined.
     """
     if size > 1 and tensor_parallel_mode != "1d":
         raise ValueError(

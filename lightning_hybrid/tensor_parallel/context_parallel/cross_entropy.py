@@ -6,6 +6,10 @@ For positions s with losses l and weights w (the weight of the position's class,
 
 rank r sums over its own positions, and the ranks send this sum instead of logits. All ranks have the full labels, so
 they all know the denominator.
+
+The user's step calls torch's `cross_entropy` or `nll_loss` with a :class:`ShardedSequence`, which calls the handler of
+this file. The package `context_parallel` imports the file, so that the handler is registered. If the classes are
+sharded too (tensor parallelism), the local loss is the one of `tensor_parallel.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from lightning_hybrid.tensor_parallel.sharded_activation import Function, in_sha
 
 @ShardedSequence.implements(F.cross_entropy, F.nll_loss)
 def _loss_of_classes(func: Function, args: Any, kwargs: Any) -> Any:
+    """Handle a loss over classes. Losses that are not reduced stay a sharded sequence; others are all-reduced."""
     scores, target, options = loss_arguments(*args, **kwargs)
     reduction, weight = options.pop("reduction", "mean"), options.get("weight")
     if not _is_handled(scores, target, options) or reduction not in ("mean", "sum", "none"):

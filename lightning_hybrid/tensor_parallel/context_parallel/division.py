@@ -1,4 +1,9 @@
-"""The arguments of a layer that are sharded along the sequence, and the sequence dimensions of its results."""
+"""The arguments of a layer that are sharded along the sequence, and the sequence dimensions of its results.
+
+`ContextParallel` creates one :class:`Division` for each call of a layer: it passes `local()` to the layer and returns
+`joined(...)` to the user's step. `Trial` creates divisions for shorter sequences. Nothing in the signature of a layer
+names the sequence, so the shapes and dtypes of the arguments decide, as in the table of the class.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,15 @@ from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 from lightning_hybrid.torch_internals import version_counter
 
-# The minimum length of a shard. Models treat a single position as the next token of a generation.
+#: The minimum length of a shard. Models treat a single position as the next token of a generation.
 _LEAST = 2
 
 
 def sequence_dim_of(layer: nn.Module) -> int:
-    """Return the sequence dimension of hidden states: 0 for layers of torch with `batch_first=False`, else 1."""
+    """Return the sequence dimension of hidden states: 0 for layers of torch with `batch_first=False`, else 1.
+
+    It is 0 if the layer contains `nn.MultiheadAttention`, and none of them has `batch_first=True`.
+    """
     of_torch = [part for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
     return 0 if of_torch and not any(part.batch_first for part in of_torch) else 1
 
@@ -32,29 +40,32 @@ class Division:
 
         (batch, sequence, features)     hidden states, rotary tables     sharded
         (batch, sequence), (sequence)   positions, masks of keys         sharded
-        (..., sequence, features)       rotary tables                    sharded
+        (..., sequence, features)       rotary tables, heads             sharded
+        (batch, sequence, heads, ...)   keys and values                  sharded
         (..., sequence, sequence)       masks of queries and keys        full, for the attention
         (batch, 1, 1, sequence)         masks of keys                    full, for the attention
         without the sequence            all others                       full
 
-    The first three-dimensional floating-point tensor defines the length of the sequence.
+    The first three-dimensional floating-point tensor, the hidden states, defines the length of the sequence. A *leaf*
+    is a tensor or another value in the tree of the arguments.
 
     Args:
         name: The name of the layer, for messages.
-        sequence_dim: The dimension of the sequence in tensors with three dimensions.
+        sequence_dim: The dimension of the sequence in tensors with three dimensions, as :func:`sequence_dim_of` returns
+            it.
         args: The arguments of the call.
         kwargs: The keyword arguments of the call.
         group: The context-parallel ranks.
         balanced: True if each rank has two pieces, as in :class:`Shares`.
-        dims: The dimension along which each leaf of the arguments is sharded, in order; by default it follows from the
-            shapes.
+        dims: The dimension along which each leaf of the arguments is sharded, in order, or ``None`` for a leaf that
+            stays full; by default it follows from the shapes.
 
     Attributes:
         shares: The positions of each rank.
         batch_size: The number of sequences.
 
     Raises:
-        WrongUseError: If the value has no sequence, or if the sequence cannot be sharded.
+        WrongUseError: If no argument has the shape of hidden states, or if the sequence is too short for the ranks.
     """
 
     def __init__(
@@ -125,7 +136,14 @@ class Division:
         self._enter, self._exit = enter, leave
 
     def local(self) -> tuple[Any, Any]:
-        """Return the arguments that the layer receives on this rank."""
+        """Return the arguments that the layer receives on this rank.
+
+        All ranks must call it, because it can gather sharded sequences. Gradients of full tensors are reduced over the
+        ranks.
+
+        Raises:
+            WrongUseError: If another full sequence is as long as a shard.
+        """
         made: dict[int, Any] = {}  # a tensor that is passed twice stays one tensor
         for leaf in self._leaves:
             if id(leaf) not in made:
@@ -183,7 +201,14 @@ class Division:
         return next(apart, total)
 
     def cropped(self, length: int) -> tuple[Any, Any]:
-        """Return the arguments of a call with only the first positions, without gradients."""
+        """Return the arguments of a call with only the first positions, without gradients. This is a collective.
+
+        Args:
+            length: The number of positions.
+
+        Returns:
+            The arguments and the keyword arguments.
+        """
         total = self.shares.total
 
         def crop(leaf: Any) -> Any:
@@ -213,7 +238,13 @@ class Division:
         return Division(self._name, self._dim, args, kwargs, self._group, balanced=balanced, dims=dims)
 
     def joined(self, result: Any) -> Any:
-        """Return the result of the layer for the code around it."""
+        """Return the result of the layer for the code around it, with sharded sequences in place of shards.
+
+        An argument that the layer returns unchanged is replaced by the full argument.
+
+        Raises:
+            WrongUseError: If a tensor in the result has no dimension as long as this rank's shard.
+        """
         return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, Sharding(dim, self.shares)))
 
     def whole(self, tensor: Tensor, sharding: Sharding | None) -> Tensor:
@@ -239,7 +270,11 @@ class Division:
         return (mine, whole) if mine is leaf and version == version_of(leaf) else (None, None)
 
     def result_dims(self, result: Any) -> list[tuple[Tensor, int]]:
-        """Return the tensors that a layer returned, each with its sequence dimension."""
+        """Return the tensors that a layer created and returned, each with its sequence dimension.
+
+        Raises:
+            WrongUseError: As in :meth:`joined`.
+        """
         found: list[tuple[Tensor, int]] = []
         self._map_results(result, lambda tensor, dim: found.append((tensor, dim)))
         return found

@@ -2,12 +2,16 @@
 
 ::
 
-    one number, or one for each sample (drop path)     from a stream of the layer: equal on every rank
-    all other numbers (dropout)                        a stream for each call, by the layer's number and the rank
+    one number, or one for each sample (drop path)     from a stream for each call of the layer: equal on every rank
+    all other numbers (dropout)                        from a stream for each call of a function, different on each rank
 
 Numbers of the second kind are not drawn from the stream of the layer, because ranks may need different numbers of them:
-an expert may have received no token. Each call has a place in the layer, and has the same place when it is recomputed.
-The stream of the code around the layer does not advance.
+an expert may have received no token. Each call has a *place*, its number among such calls in the layer, and has the
+same place when it is recomputed. The stream of the code around the layer does not advance.
+
+`ContextParallel` makes one :class:`Draws` for each call of a layer, and `attention.Region` calls :meth:`Draws.find` for
+each torch function. With torch's generators alone, which are equal on all ranks, dropout would drop the same entries of
+every shard.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Draws:
 
     Args:
         number: The seed of this call of the layer: equal on all ranks, different for each call.
-        rank: This rank.
+        rank: This rank in the context-parallel group.
         batch_size: The number of sequences.
         device: The device of this rank.
     """
@@ -45,8 +49,8 @@ class Draws:
         """Return the replacement of a function; ``None`` if the function draws nothing.
 
         Args:
-            func: The function.
-            place: Returns the next place of a call in the layer.
+            func: The torch function.
+            place: Returns the next place in the layer. It is called only if this rank draws its own numbers.
         """
         shape_of = DROPOUTS.get(func) or DRAWS.get(func)
         if shape_of is None:

@@ -1,4 +1,13 @@
-"""Calls of the user's forward hooks inside a layer with full sequences, although the layer computes on a shard."""
+"""Calls of the user's forward hooks inside a layer with full sequences, although the layer computes on a shard.
+
+`ContextParallel` makes one :class:`WholeHooks` for each call of a layer, and `attention.Region` enters it. A hook, such
+as one that collects the logits of a router for a loss, must see the same tensors as in one process. The sequence
+dimension of its arguments cannot be told from one shard, so the trial of the layer finds it before
+(`trial.find_places`).
+
+A *tap* is such a hook, see :mod:`lightning_hybrid.distributed.taps`. A *place* is the position of a tensor among the
+arguments of a hook. A *leaf* is a tensor or another value in the tree of these arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +46,7 @@ class Along(NamedTuple):
 
         Args:
             tensor: A shard, or the full tensor.
-            length: The length of the sequence in the tensor.
+            length: The number of positions in the tensor: of this rank for a shard, else of the sequence.
             shares: The positions of each rank.
         """
         if self.dim is None or self.dim >= tensor.ndim or tensor.shape[self.dim] % length:
@@ -60,7 +69,8 @@ class Place(NamedTuple):
     position: int
 
 
-#: The sequence dimensions of hook arguments. Tensors without an entry, such as the tokens of an expert, have none.
+#: The sequence dimensions of hook arguments. Tensors without an entry, such as the tokens of an expert, have no known
+#: sequence dimension, and hooks receive them unchanged.
 Places = dict[Place, Along]
 
 
@@ -80,7 +90,7 @@ class WholeHooks:
 
     Args:
         taps: The hooks.
-        places: The sequence dimensions of their arguments.
+        places: The sequence dimensions of their arguments, as the trial of the layer returned them.
         division: The call of the layer.
     """
 
@@ -132,7 +142,11 @@ class WholeHooks:
         return unflatten(shares, spec)
 
     def _share(self, value: Any, along: Along | None, region: Region, tap: Tap) -> Any:
-        """Return this rank's shard of an output that a hook has replaced."""
+        """Return this rank's shard of an output that a hook has replaced.
+
+        Raises:
+            WrongUseError: If the sequence dimension of the output is not known.
+        """
         if not isinstance(value, Tensor):
             return value
         shares = region.shares

@@ -1,4 +1,9 @@
-"""The detection of losses that depend on values of a single sequence shard."""
+"""The detection of losses that depend on values of a single sequence shard.
+
+`ContextParallel` marks the tensors of a layer in the first call of the layer (`Division.mark`), and searches the graph
+of the loss in `ContextParallel.leave`. Without this check, such a loss would be wrong without an error: each rank would
+have another value.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ class Leaks:
                           `------> self.balance --'            the tensor on this path covers one shard
 
     Examples are a balancing loss that a layer stores in an attribute, and sums over positions that a hook collects.
-    They cover only the positions of one shard. Nodes are marked in one call of each layer. An entry is marked by a
-    product with 1, and an exit by the node that joins the shards.
+    They cover only the positions of one shard. Nodes are marked only in calls of layers that come after a trial, so
+    later steps cost nothing. An entry is marked by a product with 1, and an exit by the node that joins the shards.
     """
 
     def __init__(self) -> None:
@@ -28,7 +33,12 @@ class Leaks:
         self._exits: set[Node] = set()
 
     def enter(self, name: str, x: Tensor) -> Tensor:
-        """Mark a tensor that enters a layer, and return its replacement."""
+        """Mark a tensor that enters a layer, and return its replacement.
+
+        Args:
+            name: The name of the layer.
+            x: A shard, or a full tensor that the layer receives. Tensors without a gradient are returned unchanged.
+        """
         x = _marked(x)
         if x.grad_fn is not None:
             self._entries[x.grad_fn] = name

@@ -1,5 +1,8 @@
 """Collectives over the context-parallel ranks, with their gradients.
 
+`division` and `hooks` call them at the border of a layer, `attention` inside it, and `sharded_sequence` and
+`cross_entropy` after it. All ranks must call each function together, and run its backward together.
+
 Around the layers, every rank has full sequences, and the gradient of the full loss with respect to them. Inside the
 layers, each rank has its sequence shard. Gradients of parameters are averaged over these ranks, as over replicas, so it
 does not matter whether a parameter is used in the layers, around them or in both. Therefore, gradients inside the
@@ -7,7 +10,7 @@ layers are `size` times the gradients of the shard::
 
                        forward                     backward
     scatter_to_cp      slice                       all-gather, / size      full sequence -> shard
-    shard              all-gather, when read       slice, * size           shard -> full sequence
+    ShardedSequence    all-gather, when read       slice, * size           shard -> full sequence
     reduce_from_cp     all-reduce                  * size                  sums over shards -> over the sequence
     copy_to_cp         -                           all-reduce, / size      full -> input of every rank's shard
     gather_keys        all-gather                  reduce-scatter          shard -> full, for every rank's queries
@@ -45,14 +48,17 @@ def scatter_to_cp(x: Tensor, dim: int, shares: Shares) -> Tensor:
 
 
 def copy_to_cp(x: Tensor, group: SizedGroupRef) -> Tensor:
-    """Return a replicated tensor as input of a computation with every rank's sequence shard."""
+    """Return a replicated tensor as input of a computation with every rank's sequence shard.
+
+    Without a gradient, it is returned unchanged.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _Copy.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_keys(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """Return the keys or values of the full sequence, for this rank's queries."""
+    """Return the keys or values of the full sequence, for this rank's queries. `x` is this rank's shard."""
     return _GatherKeys.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -75,7 +81,7 @@ def to_heads(x: Tensor, shares: Shares) -> Tensor:
 
 
 def to_sequence(x: Tensor, shares: Shares) -> Tensor:
-    """The inverse of :func:`to_heads`."""
+    """Exchange back: invert :func:`to_heads`."""
     return _AllToAll.apply(x, shares, False)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -1,4 +1,10 @@
-"""Contexts in which `torch.utils.checkpoint` recomputes functions in backward."""
+"""Contexts in which `torch.utils.checkpoint` recomputes functions in backward.
+
+`ContextParallel.around` enters :func:`again_in` around the forwards of a step. A layer that is recomputed in backward
+must shard sequences and draw random numbers as in forward, but the code that calls `checkpoint` belongs to the user, to
+a library, or to the activation checkpointing of this package, and passes no context. So torch's module is changed
+inside the context.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ def again_in(here: Callable[[], _Enter]) -> Iterator[None]:
         forward      here() --> enter         function(x)
         backward                enter()  -->  function(x), recomputed, possibly several times
 
-    Calls with a `context_fn` of their own are not changed.
+    Calls with a `context_fn` of their own are not changed. Calls with ``use_reentrant=True`` are included.
 
     Args:
         here: Called at each call, before its function. Returns a function that makes the context of the recomputation.

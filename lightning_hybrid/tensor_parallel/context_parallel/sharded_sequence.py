@@ -1,5 +1,10 @@
 """A sequence whose positions are sharded over ranks, and the functions that compute on shards, position by position.
 
+Under context parallelism, layers return a :class:`ShardedSequence` to the user's step. Norms, heads and losses after
+the layers then compute on shards, as long as the functions of this file suffice; other functions gather the sequence.
+The base class, :class:`ShardedActivation`, explains why this is a tensor subclass. `ContextParallel` sends shards to
+the next pipeline stage with :func:`to_shares` and :func:`from_shares`.
+
 A handler returns its shard of the result for the full sequence, or `NotImplemented`. Other operands are treated like
 the arguments of layers in :class:`Division`: operands with a value for each position are sharded, and operands that are
 equal for all positions stay full.
@@ -40,13 +45,23 @@ class ShardedSequence(ShardedActivation):
         return size
 
     def share(self, dim: int, shares: Shares) -> Tensor:
-        """Return this rank's shard, in the graph: the shard that a layer made, unless the sequence was written."""
+        """Return this rank's shard, in the graph: the shard that a layer made, unless the sequence was written.
+
+        The full tensor is gathered if it was written, or if it is sharded in another way.
+
+        Args:
+            dim: The sequence dimension.
+            shares: The positions of each rank.
+        """
         if self.sharding.is_same(Sharding(dim, shares)) and not self.is_written():
             return self.local
         return scatter_to_cp(self.full_tensor(), dim, shares)
 
     def operand(self, tensor: Tensor, behind: int) -> Any:
-        """Return the shard of an operand with values for each position; other operands are returned in full."""
+        """Return the shard of an operand with values for each position, or the full operand if it has none.
+
+        An operand of another length is `NotImplemented`.
+        """
         dim = tensor.ndim + behind
         if dim < 0 or tensor.shape[dim] == 1:
             return whole(tensor, self.group)
@@ -64,7 +79,10 @@ def on_share(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     Args:
         function: Returns a tensor with the same number of dimensions. It may change the size of the last one.
-        x: The tensor.
+        x: The tensor, or a sharded sequence.
+
+    Returns:
+        The result; a sharded sequence if `x` is one with valid shards.
     """
     if not isinstance(x, ShardedSequence):
         return function(x)
@@ -91,6 +109,8 @@ def whole(value: Any, group: SizedGroupRef) -> Any:
 class SequenceShare:
     """The value that is sent to the next stage for a :class:`ShardedSequence`: the shard of each rank.
 
+    Messages between stages consist of plain tensors and dataclasses.
+
     Attributes:
         share: This rank's shard.
         sequence_dim: The dimension of the sequence.
@@ -103,7 +123,10 @@ class SequenceShare:
 
 
 def to_shares(tree: Any) -> Any:
-    """Return a tree in which sharded sequences are replaced by their shards."""
+    """Return a tree in which each sharded sequence is replaced by a :class:`SequenceShare`.
+
+    A slice, or a dimension with several sequences, is gathered and sent in full.
+    """
     return map_leaves(_to_share, tree)
 
 
@@ -157,7 +180,7 @@ def _dropout(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedSequence.implements(*_NORMS, *functions("linear", "matmul", "__matmul__"))
 def _along_features(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle a function that mixes features, with weights that are equal for all positions."""
+    """Handle a norm or a matrix product that mixes features, with weights that are equal for all positions."""
     x, *others = args
     dims = 1
     if func in _NORMS:

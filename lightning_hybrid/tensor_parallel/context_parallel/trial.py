@@ -1,4 +1,13 @@
-"""The trial of a layer before its first call: whether it computes the same results on sequence shards."""
+"""The trial of a layer before its first call: does it compute the same results on sequence shards?
+
+`ContextParallel` makes a :class:`Trial` before the first call of each layer, in training and in evaluation. A layer
+that mixes positions outside of attention, for example by a convolution, would give wrong results on shards without an
+error. The source of a layer does not show this reliably, so the layer is run on both. The simulation of
+`tuning.dry_run.simulated_context` uses the functions of this file without other ranks.
+
+Terms: *mixing* means that the result of a position depends on other positions. A *tap* is a forward hook of the user
+inside the layer. A *place* is the position of a tensor among the arguments of such a hook.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +42,7 @@ _GROW = (list, dict, set, deque)  # attributes to which a forward may add entrie
 
 #: The first input and output of each part of a layer, by name, in the order in which the parts end.
 _Seen = dict[str, tuple[Tensor, Tensor]]
-#: The buffers of a layer, by name.
+#: The buffers of a layer after a run, by name.
 Buffers = dict[str, Tensor]
 
 
@@ -46,7 +55,7 @@ class Trial:
 
     The runs use no gradients and no random numbers. They leave no trace: buffers, attributes of the layer and its
     parts, argument objects and random generators are restored. Hooks that are called with full sequences are not
-    called. Their arguments show along which dimension they have the sequence.
+    called. Their arguments show along which dimension they have the sequence. All ranks must run a trial together.
 
     Args:
         name: The name of the layer, for messages.
@@ -79,10 +88,12 @@ class Trial:
             division: The call.
 
         Returns:
-            The sequence dimensions of the arguments of hooks.
+            The sequence dimensions of the arguments of hooks, equal on every rank.
 
         Raises:
-            WrongUseError: If the results differ. It is raised on every rank.
+            WrongUseError: If the results differ; on every rank. Also if the layer fails on a shard, or returns a tensor
+                without a sequence; on the ranks where this happens.
+            Exception: Any error of the layer on the full sequence.
         """
         total, few = division.shares.total, _POSITIONS * self._group.size
         found: list[Places] = []
@@ -94,7 +105,7 @@ class Trial:
         return common_places(found)
 
     def _compare(self, division: Division, length: int) -> Places | None:
-        """Compare the results for a number of positions; return ``None`` if the layer does not run with them.
+        """Compare the results for a number of positions; return ``None`` if the layer does not run with them on a rank.
 
         The layer runs in float32 if possible, so that rounding errors do not look like wrong results. For example,
         rounding can change which expert receives a token.
@@ -114,13 +125,25 @@ class Trial:
         return None
 
     def _is_on_all(self, mine: bool) -> bool:
-        """Return True if a value is True on all ranks, so that a rank without memory does not diverge from others."""
+        """Return True if a value is True on all ranks, so that a rank without memory does not diverge from others.
+
+        This is a collective.
+        """
         verdicts: list[Any] = [None] * self._group.size
         dist.all_gather_object(verdicts, mine, group=self._group())
         return all(verdicts)
 
     def _run_whole(self, given: Any, *, is_wide: bool) -> tuple[list[Tensor], _Seen, Buffers, list[TappedCall]]:
-        """Return the outputs of the layer and of its parts, its buffers afterwards, and the calls of hooks."""
+        """Run the layer on full sequences.
+
+        Args:
+            given: The arguments and keyword arguments, which are copied.
+            is_wide: True if half-precision arguments become float32.
+
+        Returns:
+            The tensors that the layer created and returned, the first input and output of each part, the buffers
+            afterwards, and the calls of hooks.
+        """
         args, kwargs = copied(given, is_wide=is_wide)
         own = set(map(id, flatten((args, kwargs))[0]))
         with (
@@ -144,6 +167,23 @@ class Trial:
         *,
         is_wide: bool,
     ) -> Places:
+        """Run the layer on this rank's shard, and compare the results. This is a collective.
+
+        Args:
+            division: The call.
+            given: The arguments and keyword arguments of the run on full sequences.
+            expected: The first result of :meth:`_run_whole`. The next three arguments are its other results.
+            by_part: The first input and output of each part.
+            buffers: The buffers.
+            calls: The calls of hooks.
+            is_wide: As for :meth:`_run_whole`.
+
+        Returns:
+            The sequence dimensions of the arguments of hooks, equal on every rank.
+
+        Raises:
+            WrongUseError: As in :meth:`__call__`.
+        """
         args, kwargs = copied(given, is_wide=is_wide)
         short = division.of_cropped(args, kwargs, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, NoDraws(self._device))
@@ -178,7 +218,14 @@ class Trial:
         return common_places([places for *_, places in verdicts])
 
     def _mixing(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> str:
-        """Return the text about a part that computes different results on a shard; ``""`` if the results are equal."""
+        """Return the subject of a message about a part that mixes positions; ``""`` if its results are equal.
+
+        Args:
+            name: The name of the part in the layer.
+            short: The call on this rank's shard.
+            of_share: The first input and output of the part on the shard.
+            whole: The first input and output of the part on the full sequence.
+        """
         shares, part = short.shares, self._layer.get_submodule(name)
         (given, made), (all_given, all_made) = of_share, whole
         dim = _sequence_dim(given, all_given, shares)
@@ -241,7 +288,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 @contextmanager
 def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
-    """Restore buffers, attributes and random generators after the context.
+    """Restore buffers, attributes, their containers and random generators after the context.
 
     Args:
         layer: The layer.
@@ -265,6 +312,10 @@ def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], 
         of_share: The calls of the hooks on a shard.
         of_whole: The same calls on the full sequence.
         shares: The positions of each rank.
+
+    Returns:
+        The dimensions. Arguments whose values do not match have no entry. The result is empty if other hooks were
+        called on a shard.
     """
     if [call.tap for call in of_share] != [call.tap for call in of_whole]:
         return {}

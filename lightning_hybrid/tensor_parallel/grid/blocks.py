@@ -1,5 +1,10 @@
 """Activations in blocks over a grid of ranks, and matrix products of blocks.
 
+A *grid* is a square ("2d"), several squares ("2.5d") or a cube ("3d") of tensor-parallel ranks. `grid.layers` calls the
+functions here in each forward. All ranks of the grid must call them together. In a line, each rank has full activations
+around pairs of layers. In a grid, it has only a block of them in regions (modules with the style
+``"sequence_region"``), but weights must be gathered for each product.
+
 Each rank has a block of the rows (samples) and features of an activation, and a block of each weight::
 
     2d, 2.5d     X[rows over depth and column, features over row]    W[in over column, out over row]
@@ -55,7 +60,7 @@ class Grid(TensorGroup):
         along: The groups of this rank, by the axes that :meth:`Arrangement.groups` returns.
 
     Attributes:
-        shape: The arrangement of the ranks.
+        shape: The arrangement of the ranks: its axes and their sizes.
     """
 
     __slots__ = ("_along", "_rows", "shape")
@@ -94,7 +99,8 @@ class Grid(TensorGroup):
     def enter(self, x: Tensor, rows_dim: int) -> Tensor:
         """Return this rank's block of a replicated input of a pair of layers. Rows are padded.
 
-        Layers with the same input share the communication for its gradient, as in :func:`~.mappings.copy_to_tp`.
+        The number of rows before the padding is stored for :meth:`leave`. Layers with the same input share the
+        communication for its gradient, as in :func:`~.mappings.copy_to_tp`.
         """
         how = "block", rows_dim, torch.is_grad_enabled()  # a block that was made without gradients has no graph
         block = shared_input(x, how)
@@ -105,7 +111,7 @@ class Grid(TensorGroup):
         return block
 
     def leave(self, block: Tensor, layout: BlockLayout, rows_dim: int) -> Tensor:
-        """Return the full output of a pair of layers, on every rank.
+        """Return the full output of a pair of layers, without padding, on every rank. This is a collective.
 
         Args:
             block: This rank's block of the output.
@@ -127,13 +133,16 @@ class Grid(TensorGroup):
 
 
 def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
-    """Return this rank's block of a replicated tensor. Rows are padded so that they can be split."""
+    """Return this rank's block of a replicated tensor. Rows are padded so that they can be split.
+
+    Only the backward communicates: it gathers the gradient.
+    """
     x = _padded(x, grid.shape.parts(layout.rows), rows_dim)
     return _Scatter.apply(x, grid, layout, rows_dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, *, features_dim: int = -1) -> Tensor:
-    """Return the full tensor, with its padding, on every rank."""
+    """Return the full tensor, with its padding, on every rank. This is a collective; its backward is local."""
     dims = rows_dim, features_dim % block.dim()
     return _Gather.apply(block, grid, layout, *dims)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -252,7 +261,12 @@ def _by_block(x: Tensor, blocks: int) -> Tensor:
 
 
 def weight_axes(shape: Arrangement, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes over which the output and input features of a weight are split, for the layout of its output."""
+    """Return the axes over which the output features, and over which the input features of a weight are split.
+
+    Args:
+        shape: The arrangement of the ranks.
+        target: The layout of the output of the layer. In a cube, the two layers of a pair differ.
+    """
     if shape.mode != "3d":
         return ("row",), ("column",)
     over_input = "input", "weight"
@@ -275,7 +289,7 @@ def block_linear(
     Args:
         x: This rank's block of the input.
         weight: This rank's block, ``(output features, input features)``.
-        bias: This rank's shard of the bias; some other ranks have the same shard.
+        bias: This rank's shard of the bias; some other ranks have the same shard. ``None`` without a bias.
         grid: The ranks.
         source: The layout of the input.
         target: The layout of the output.

@@ -1,4 +1,13 @@
-"""Layers over a grid of ranks. Each rank computes with its block of the weights."""
+"""Layers over a grid of ranks: squares and cubes. Each rank computes with its block of the weights.
+
+`grid.styles` selects them if ``tensor_parallel_mode`` is not ``"1d"``, and `tensor_parallel.layers.parallelize_layer`
+changes the classes of the user's layers before the first step. Layers for a line (`tensor_parallel.layers`) cannot be
+used, because here activations are sharded too.
+
+Terms: *rows* are samples. A *pair* is a column-wise and a row-wise layer, or the projections of an attention, between
+which activations have the *inner* layout; around the pair they have the *outer* layout. A *region* is a module with the
+style ``"sequence_region"``, inside which all activations are blocks in the outer layout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +37,7 @@ class GridLayer(ParallelLayer):
     Attributes:
         rows_dim: The dimension of the samples in an activation.
         in_region: True if the layer is in a region, where activations are sharded in blocks. If False, its input and
-            output are replicated, or are sharded between the two layers of a pair.
+            output are replicated, or are in blocks between the two layers of a pair.
     """
 
     tensor_group: Grid
@@ -58,7 +67,12 @@ class GridLinear(GridLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair and in regions.
+
+        Raises:
+            WrongUseError: If a replicated input has no dimension for samples, or if no first layer of a pair has run
+                before a second one.
+        """
         grid, shape = self.tensor_group, self.tensor_group.shape
         enters, leaves = self.enters and not self.in_region, self.leaves and not self.in_region
         if enters:
@@ -87,7 +101,8 @@ class GridAttention(ParallelAttention, GridLayer):
         """Compute `nn.MultiheadAttention.forward`, with the same shapes.
 
         Raises:
-            WrongUseError: If attention weights are requested in a region.
+            WrongUseError: If attention weights are requested in a region, or if the input has no batch dimension.
+            RuntimeError: If `is_causal` is True without an `attn_mask`, as in torch.
         """
         rows = _with_rows(query, self, dims=3).shape[self.rows_dim]
         out, weights = super().forward(query, *args, **kwargs)
@@ -157,7 +172,7 @@ class GridLayerNorm(GridLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize a block of ``(..., features)``."""
+        """Normalize a block of ``(..., features)``. Sums are all-reduced over the ranks with the same samples."""
         grid, layout = self.tensor_group, self.tensor_group.shape.outer
         same_features, same_samples = grid.along(*layout.rows), grid.along(layout.features)
         number = x.shape[-1] * same_samples.size
@@ -182,7 +197,11 @@ class GridRegion(GridLayer):
     sums_vector_gradients: ClassVar[bool] = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on a block."""
+        """Run the layer on a block.
+
+        Raises:
+            WrongUseError: If the input has no batch dimension.
+        """
         grid, layout = self.tensor_group, self.tensor_group.shape.outer
         block = scatter_blocks(_with_rows(x, self, dims=self.rows_dim + 2), grid, layout, self.rows_dim)
         y = super().forward(block, *args, **kwargs)  # type: ignore[misc]
@@ -190,7 +209,13 @@ class GridRegion(GridLayer):
 
 
 def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
-    """Return an input that has a batch dimension to shard, or raise an error."""
+    """Return an input that has a batch dimension to shard, or raise a `WrongUseError`.
+
+    Args:
+        x: The input.
+        layer: The layer, for the message.
+        dims: The least number of dimensions.
+    """
     if x.dim() >= dims:
         return x
     assert isinstance(layer, nn.Module)

@@ -1,7 +1,11 @@
 """The styles of a plan for tensor-parallel ranks in a square or cube. The names are the same as for ranks in a line.
 
 Most styles turn a layer into a layer of `grid.layers`, and shard its parameters in blocks. `tensor_parallel.plan`
-creates a :class:`GridMode` if the ranks are not in a line, and asks it for the style of each layer.
+creates a :class:`GridMode` if the ranks are not in a line, and gets the style of each layer from it.
+
+Terms: a *grid* is an arrangement of ranks in squares or a cube. *Rows* are samples. A *region* is a module with the
+style ``"sequence_region"``, inside which all activations are sharded in blocks of samples and features. `grid.layers`
+explains pairs of layers, and their outer and inner layouts.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from lightning_hybrid.tensor_parallel.styles import (
     transposed,
 )
 
-#: Styles that are the same in every mode. 'vocab' and 'vocab_head' shard parameters over all ranks, as in a line.
+#: Styles with the same classes of layers in every mode. 'vocab' and 'vocab_head' shard parameters over all ranks, as in
+#: a line. 'divide' is possible only in a region.
 _IN_A_LINE = ("vocab", "vocab_head", "replicate", "on_shards", "divide")
 #: Styles for modules in a region, where activations are sharded in blocks. In a line, these are sequence shards.
 _IN_REGIONS = ("sequence_region", "sequence_parallel", "sequence_gathered")
@@ -93,11 +98,16 @@ class GridMode(Mode):
     shards_samples: ClassVar[bool] = True
 
     def find_style(self, name: str, layer: nn.Module) -> Style:
-        """Return the grid's style for the name of a style."""
+        """Return the grid's style for the name of a style.
+
+        Raises:
+            ValueError: If grids do not support the style: 'local_rng', 'narrow_input', 'mask_per_head', a linear style
+                for an embedding, and 'sequence_parallel' for layers with parameters other than `nn.LayerNorm`.
+        """
         return _find_style(name, layer, self.arrangement)
 
     def check(self, styles: Mapping[str, Any]) -> None:
-        """Raise an error if the plan has a layout or a style of torch, because both work only for ranks in a line."""
+        """Raise a `ValueError` if the plan has a layout or a style of torch: both work only for ranks in a line."""
         for name, style in styles.items():
             what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
             if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
@@ -111,7 +121,13 @@ class GridMode(Mode):
                 )
 
     def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
-        """Return the rows of a plan. Rows in regions have the options for activations in blocks."""
+        """Return the rows of a plan. Rows in regions have the options for activations in blocks.
+
+        `sequence_parallel` has no effect: regions of a grid are always sharded.
+
+        Raises:
+            ValueError: If a layer that needs a region is not in a region.
+        """
         return _find_regions(rows, self.arrangement.mode)
 
     def make_group(self, group: ProcessGroup, along: Mapping[tuple[str, ...], ProcessGroup]) -> TensorGroup:

@@ -1,5 +1,9 @@
 """Layouts, in which the user writes the placements of a tensor over the ranks, and the distribution of tensors.
 
+`plan` parses layouts of parameters and buffers in `tensor_parallel_plan` with :func:`divided_dim`, and
+`HybridStrategy.distribute` shards other tensors in the user's code with :func:`distribute`. Users write letters,
+because torch's placements need a mesh and an entry for each of its axes.
+
 A layout has one letter for each axis of ranks, as in OneFlow (Yuan et al., "OneFlow: Redesign the distributed deep
 learning framework from scratch", 2021), where the letters are called SBP:
 
@@ -85,7 +89,8 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
 
     Raises:
         TypeError: If the layout is neither a string nor a mapping.
-        ValueError: If the layout cannot be parsed, names no axis or an axis twice, or has an unknown axis or dimension.
+        ValueError: If the layout cannot be parsed, names no axis or an axis twice, or has an unknown axis, letter or
+            dimension.
     """
     pairs = _letters(layout, axes)
     names = [name for name, _ in pairs]
@@ -137,8 +142,8 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
         The dimension; ``None`` if every rank has the full tensor.
 
     Raises:
-        ValueError: If the layout is not supported. Optimizers, norms and checkpoints support only shards over the
-            tensor-parallel axis.
+        TypeError, ValueError: If the layout is invalid, as in :func:`parse_layout`, or not supported. Optimizers, norms
+            and checkpoints support only shards over the tensor-parallel axis.
     """
     why = _WHY[isinstance(tensor, nn.Parameter)]
     start = f"The layout {layout!r}{f' of {name!r} in tensor_parallel_plan' if name else ''}"
@@ -170,7 +175,7 @@ def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placemen
 
 
 def layout_text(tensor: DTensor) -> str:
-    """Return the layout of a tensor as the user would write it, and its axes."""
+    """Return the layout of a tensor as the user would write it, and its axes, for messages."""
     letters = (
         f"S({each.dim})" if isinstance(each, Shard) else "B" if each.is_replicate() else "P"
         for each in tensor.placements
@@ -183,11 +188,16 @@ def distribute(
 ) -> DTensor:
     """Distribute a tensor: see :meth:`lightning_hybrid.HybridStrategy.distribute`.
 
+    All ranks along the axes must call it: a DTensor can need messages, and the backward of a shard is an all-gather.
+
     Args:
         tensor: The full tensor, the same on every rank of the stage; or a DTensor, which is redistributed.
         layout: As for :func:`parse_layout`.
-        mesh: All axes of ranks.
+        mesh: All axes of ranks, with the pipeline axis, which layouts do not name.
         makes_parameters: If True, the result for a parameter is a new parameter. If False, it is a value in the graph.
+
+    Raises:
+        TypeError, ValueError: If the layout is invalid, or not supported for this tensor.
     """
     axes = [axis for axis in mesh.mesh_dim_names or () if axis != PIPELINE.name]
     if isinstance(tensor, nn.Parameter) and makes_parameters:
@@ -246,7 +256,10 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
 def _parameter(
     parameter: nn.Parameter, layout: str | Mapping[str, str], axes: Sequence[str], mesh: DeviceMesh
 ) -> DTensor:
-    """Distribute a parameter over the tensor-parallel ranks, so that optimizers, norms and checkpoints support it."""
+    """Distribute a parameter over the tensor-parallel ranks, so that optimizers, norms and checkpoints support it.
+
+    The result has the attributes of the parameter, and no graph.
+    """
     dim, size = divided_dim(layout, axes, parameter), mesh[TENSOR].size()
     if dim is not None and parameter.shape[dim] % size:
         raise ValueError(

@@ -1,4 +1,10 @@
-"""Explanations of errors about operators that cannot compute with DTensors: operator, layouts and remedy."""
+"""Explanations of errors about operators that cannot compute with DTensors: operator, layouts and remedy.
+
+The code of a module runs on DTensors if the plan gives layouts to its parameters, or if it calls `strategy.distribute`.
+torch supports only some operators, and its errors name neither the layouts nor the plan. `StepContext.guard` (through
+`shape_errors`) and the callback of `trainer.exceptions`, for code outside steps, call :func:`explain_operator_error` on
+the rank that raised the error.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ def explain_operator_error(error: BaseException) -> bool:
     """Add the layouts of the operands and the remedy to an error of torch about an operator on DTensors.
 
     Args:
-        error: The error, whose text is changed once.
+        error: The error, whose text is changed in the first call only.
 
     Returns:
         True if the error is about an operator on DTensors.

@@ -1,4 +1,9 @@
-"""A layer of any class with sharded parameters or buffers. Its unchanged code runs on DTensors."""
+"""A layer of any class with sharded parameters or buffers. Its unchanged code runs on DTensors.
+
+A plan entry such as ``"layer.weight": "S(0)"`` (a layout) gives the module of the parameter the internal style
+``"layout"``, and `Plan.apply` changes its class to :class:`PlacedLayer`. Layers with a style compute on plain shards
+instead, which is faster, but supports only the classes of `layers`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,8 @@ class PlacedLayer(ParallelLayer):
         outputs                                      B       gathered or summed
 
     Attributes:
-        layout_dims: The split dimension of each sharded parameter and buffer, by name.
+        layout_dims: The split dimension of each sharded parameter and buffer of the layer itself, by name. Parameters
+            and buffers of its submodules are replicated.
         layout_mesh: The tensor-parallel axis.
     """
 
@@ -35,7 +41,10 @@ class PlacedLayer(ParallelLayer):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module. All ranks must call it: operators on DTensors communicate, and outputs are gathered.
+
+        Buffers that the code has replaced are stored again, as shards if the plan splits them.
+        """
         leaves, spec = flatten((args, kwargs))
         args, kwargs = unflatten([_replicated(leaf, self.layout_mesh) for leaf in leaves], spec)
         buffers: dict[tuple[nn.Module, str], Any] = {}
@@ -52,7 +61,7 @@ class PlacedLayer(ParallelLayer):
         """Yield the dictionaries in which the code finds parameters and buffers, with the DTensors by name.
 
         Args:
-            buffers: Receives the DTensor of each buffer, by module and name. The code may replace the buffer.
+            buffers: Is filled with the DTensor of each buffer, by module and name. The code may replace the buffer.
         """
         assert isinstance(self, nn.Module)
         for part in self.modules():

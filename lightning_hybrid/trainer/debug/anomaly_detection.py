@@ -1,4 +1,10 @@
-"""`Trainer(detect_anomaly=True)`: the first stage, layer and microbatch with a value that is not finite."""
+"""`Trainer(detect_anomaly=True)`: the first stage, layer and microbatch with a value that is not finite.
+
+`Run` makes one :class:`AnomalyDetector` if the Trainer detects anomalies, and stores it in the attribute ``anomaly`` of
+the training step. The training step enters :meth:`AnomalyDetector.batch` for each batch, and passes each loss of
+automatic optimization to :meth:`AnomalyDetector.check_loss`. Torch's own detection, which Lightning also turns on, only
+finds NaNs of backward functions, and does not know stages, layers or microbatches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,10 @@ _OF_TORCH = "returned nan values"  # part of torch's message about a backward fu
 
 
 class AnomalyDetector:
-    """Checks the outputs of every layer, and the gradients of these outputs, during training.
+    """A check of the outputs of every layer, and of the gradients of these outputs, during training.
+
+    A layer is any submodule here, except metrics. Each check makes the host wait for the device. The hooks are added by
+    the constructor.
 
     A NaN raises an error in the layer that produces it. An infinity can be intended, as in masks, so it is remembered,
     and named in the error if a NaN follows. An infinite gradient raises an error unless a `GradScaler` handles it.
@@ -28,8 +37,8 @@ class AnomalyDetector:
     Args:
         module: The user's module, after it was parallelized.
         engine: The engine, which knows the current stage and microbatch.
-        unfollowed: Returns a context for code that is not part of the user's step.
-        scales: True if there is a `GradScaler`, for which infinite gradients are not errors.
+        unfollowed: Returns a context in which the checks are not recorded as calls of the user's step.
+        scales: True if there is a `GradScaler`, for which infinite gradients are not errors. NaNs remain errors.
     """
 
     def __init__(
@@ -93,6 +102,9 @@ class AnomalyDetector:
     def check_loss(self, loss: Any) -> None:
         """Check the loss of the user's step, after the layers have run.
 
+        Args:
+            loss: The loss; values that are not tensors are ignored.
+
         Raises:
             RuntimeError: If the loss is not finite although no output of a layer contains NaNs.
         """
@@ -119,9 +131,12 @@ class AnomalyDetector:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Forget earlier infinities while entered, and name the layer in torch's own errors about NaNs.
+        """Forget earlier infinities, and while entered, add the layer to torch's own errors about NaNs.
 
         Enter this context around the forward and backward of a batch, or around each of them.
+
+        Raises:
+            RuntimeError: If torch finds a NaN in a backward function, with the name of the layer.
         """
         self._first_infinity = self._entered = ""
         try:

@@ -1,4 +1,13 @@
-"""Comparison of steps between ranks, and with `Faults(detect_desync=True)` also of values, to the last bit."""
+"""Comparison of steps between ranks, and with `Faults(detect_desync=True)` also of values, to the last bit.
+
+Ranks that run different steps wait for each other forever, or compute wrong results without an error. Two classes
+compare them:
+
+- :class:`StepDesync` is always active. `StepContext` has one; a run without a context makes its own. Training and
+  evaluation steps call it before each batch, and it compares shapes, modes and logged keys when they change.
+- :class:`DesyncDetector` compares checksums of batches, parameters and random states. `HybridStrategy` calls it before
+  each training step if the user has requested it, because it takes time and is a collective of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +43,7 @@ Shared = tuple[str, tuple[str | int, ...]]
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn a `WrongUseError` into a plain `ValueError`, for code outside a pipelined step."""
+    """Turn a `WrongUseError` into a plain `ValueError`; the guard of :class:`StepDesync` in a run without a context."""
     try:
         yield
     except WrongUseError as error:
@@ -42,14 +51,16 @@ def refusing() -> Iterator[None]:
 
 
 class StepDesync:
-    """Records what a step does, and compares it between ranks when it differs from the step before.
+    """A record of the batches and logged keys of steps, which is compared between ranks when it changes.
 
-    If nothing has changed, only a counter is increased and no message is sent.
+    If nothing has changed, only a counter is increased and no message is sent. If a record is new, the rank waits for
+    the other ranks of the group. If a record has changed to a known one, the watch thread compares it later. A
+    difference ends all ranks.
 
     Args:
         module: The user's module, after it was parallelized.
         mesh: The ranks.
-        desync: Compares records between the ranks of a group.
+        desync: Compares records between the ranks of a group: the model group, or the replicas.
         guard: Returns a context that turns a failure into an error on all ranks.
 
     Attributes:
@@ -73,9 +84,9 @@ class StepDesync:
 
         Args:
             step: The name of the user's step.
-            version: A value that changes if other tensors require gradients.
-            parts: The signature of each microbatch.
-            counts: The number of samples in each microbatch.
+            version: The result of :meth:`StepContext.version`, which changes if other tensors require gradients.
+            parts: The signature of each microbatch; of the whole batch in evaluation and in manual optimization.
+            counts: The number of samples in each microbatch; empty without microbatches.
         """
 
         def describe() -> dict[str, str]:
@@ -95,19 +106,19 @@ class StepDesync:
             self._note(self._desync.model_group, step, (version, alike, tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
-        """Compare the values that replicas reduce immediately, after a training step has logged them."""
+        """Compare the keys of values that replicas reduce immediately, after a training step has logged them."""
         reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
         names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
         self._note(self._desync.replicas, "training_step", names, lambda: {"logged keys": str(list(names))})
 
     def noting_reductions(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """While entered, compare the logged values that replicas are about to reduce, in steps, epochs and hooks."""
+        """While entered, compare the keys of logged values that replicas are about to reduce, in steps and hooks."""
         if not self.has_replicas:
             return nullcontext()
         return before_log_reductions(trainer, self._note_reduction, self._note_epoch_end)
 
     def _note_reduction(self, key: str) -> None:
-        """Compare a value that replicas reduce immediately, or that a hook outside of batches logs.
+        """Compare the key of a value that replicas reduce immediately, or that a hook outside of batches logs.
 
         Args:
             key: The hook and the name of the value, such as ``"training_step.loss"``.
@@ -117,7 +128,7 @@ class StepDesync:
         self._note(self._desync.replicas, where, key, lambda: {"key": key})
 
     def _note_epoch_end(self, keys: Sequence[str]) -> None:
-        """Compare the values that are reduced at the end of an epoch of training or evaluation.
+        """Compare the keys of values that are reduced at the end of an epoch of training or evaluation.
 
         Args:
             keys: The hook and the name of each value that is about to be reduced, in order.
@@ -135,7 +146,7 @@ class StepDesync:
 
 
 class DesyncDetector:
-    """Compares batches, parameters and the states of random streams between all ranks that must have equal values.
+    """A comparison of batches, parameters and random streams between all ranks that must have equal values.
 
     Args:
         module: The user's module, after it was parallelized.
@@ -151,8 +162,8 @@ class DesyncDetector:
         """Compare the values before a training step; every rank must call this method.
 
         Args:
-            batch: The batch.
-            step: The number of the batch.
+            batch: The batch of this replica.
+            step: The number of the batch since training began.
 
         Raises:
             ValueError: If values differ that must be equal; on every rank, with the same message.

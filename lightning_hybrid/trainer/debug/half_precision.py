@@ -1,4 +1,8 @@
-"""Warnings about optimizer states in half precision, and about weight averages, because small updates are lost."""
+"""Warnings about optimizer states in half precision, and about weight averages, because small updates are lost.
+
+`Run.install` enters :func:`warning_of_half_precision` for the whole run. The check runs after the first optimizer step,
+because optimizers create their states in it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ _MOST = 3  # names in one message
 def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """While entered, check the states and averages once, after the first optimizer step, and warn.
 
+    Nothing is checked if the module has no half-precision parameter.
+
     Args:
         trainer: The Trainer, whose optimizers exist.
         module: The user's module, in the precision in which it trains.
@@ -42,7 +48,7 @@ def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iter
 
 
 def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
-    """Warn if optimizer states are in half precision; with master weights, parameters and states are in float32."""
+    """Warn if optimizer states are in half precision, which is not the case with master weights."""
     found: dict[str, torch.dtype] = {}
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype in _HALF:

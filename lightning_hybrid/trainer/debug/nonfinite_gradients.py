@@ -1,4 +1,14 @@
-"""Checks for gradients that are not finite: all ranks skip the step or raise an error, or one rank warns."""
+"""Checks for gradients that are not finite: all ranks skip the step or raise an error, or one rank warns.
+
+`HybridStrategy` chooses one :class:`GradientWatch` for a fit, and `Run.install` enters :meth:`GradientWatch.in_steps`::
+
+    a `GradScaler` exists                  NoGradientWatch
+    Faults(on_nonfinite="ignore")          NonfiniteWarning
+    Faults(on_nonfinite="skip", "raise")   NonfiniteGuard, and the callback SkippedSteps
+
+The check runs between the backward and the optimizer step, because all ranks must skip the same steps, and an optimizer
+step cannot be undone.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +40,14 @@ SKIPPED = "skipped_steps"
 
 
 class GradientWatch(ABC):
-    """Checks the gradients of each step before an optimizer uses them.
+    """A check of the gradients of each step before an optimizer uses them.
 
     Hooks that read gradients of other stages' parameters get a placeholder instead of ``None``.
     """
 
     @contextmanager
     def in_steps(self, trainer: Trainer) -> Iterator[None]:
-        """While entered, check gradients between each backward and its optimizer step."""
+        """While entered, check gradients between each backward and its optimizer step; then call :meth:`finish`."""
 
         def look(hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
             self(absent_gradients()(hooks_and_clipping), optimizer)
@@ -53,7 +63,7 @@ class GradientWatch(ABC):
         """Check the gradients, and run the Trainer's hooks and clipping.
 
         Args:
-            hooks_and_clipping: What the Trainer does between the backward and the optimizer step.
+            hooks_and_clipping: Runs the Trainer's hooks and clipping between the backward and the optimizer step.
             optimizer: The optimizer that is about to step.
         """
 
@@ -63,7 +73,7 @@ class GradientWatch(ABC):
 
 
 class NoGradientWatch(GradientWatch):
-    """Checks nothing, because a `GradScaler` checks the gradients."""
+    """A watch that checks nothing, because a `GradScaler` checks the gradients."""
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
         """Run the Trainer's hooks and clipping."""
@@ -74,7 +84,7 @@ class NoGradientWatch(GradientWatch):
 
 
 class NonfiniteGuard(GradientWatch):
-    """Skips a step or raises an error if gradients are not finite; for precisions without a `GradScaler`.
+    """A watch that skips a step or raises an error if gradients are not finite; without a `GradScaler`.
 
     ::
 
@@ -92,8 +102,8 @@ class NonfiniteGuard(GradientWatch):
         action: ``"raise"`` or ``"skip"``.
         module: The user's module, after it was parallelized.
         total_norm: Returns the norm of the gradients of parameters over the ranks that hold the model, for an exponent.
-        control_group: The ranks that hold the model, over a backend that takes tensors on the host: the model group,
-            or with ZeRO all ranks.
+        control_group: The ranks that hold the model, as a gloo group for the names in an error: the model group, or
+            with ZeRO all ranks.
 
     Attributes:
         skipped: The number of skipped steps, shape ``()``, on the device.
@@ -112,18 +122,24 @@ class NonfiniteGuard(GradientWatch):
         self.skipped = torch.zeros((), device=module.device)
 
     def note_norm(self, norm: Tensor) -> None:
-        """Record the norm by which gradients were clipped, so that it is not computed again."""
+        """Record the norm by which gradients were clipped, so that it is not computed again.
+
+        `HybridStrategy` calls this when it clips, inside the hooks and clipping of :meth:`__call__`.
+        """
         self._clipped = norm
 
     def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context around the step of an optimizer, in which the optimizer can read ``found_inf``."""
+        """Return a context around closure and step of an optimizer, in which the optimizer can read ``found_inf``."""
         return replaced_entries([(vars(optimizer), {"found_inf": None})])
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
         """Check the gradients; if they are not finite, raise an error or make the optimizer skip the step.
 
+        This is a collective of the ranks that hold the model. To skip a step of an optimizer that is not fused, all its
+        gradients are set to ``None``.
+
         Args:
-            hooks_and_clipping: What the Trainer does between the backward and the optimizer step.
+            hooks_and_clipping: Runs the Trainer's hooks and clipping between the backward and the optimizer step.
             optimizer: The optimizer that is about to step.
 
         Raises:
@@ -189,7 +205,7 @@ class _Found(NamedTuple):
 
 
 class NonfiniteWarning(GradientWatch):
-    """Warns once, on one rank, that the optimizer has used gradients that are not finite.
+    """A watch that warns once, on one rank, that the optimizer has used gradients that are not finite.
 
     Neither the host nor another rank waits for the check. The device computes flags, which the host reads after it has
     requested the flags of the next step.
@@ -263,7 +279,7 @@ def _listed(names: list[str]) -> str:
 
 
 class SkippedSteps(RunCallback):
-    """Logs the number of steps skipped so far, as ``"skipped_steps"``.
+    """A callback that logs the number of steps skipped so far in this run, as ``"skipped_steps"``.
 
     Args:
         guard: Counts the skipped steps.

@@ -1,4 +1,9 @@
-"""The position of this rank in its run: the Trainer's loop and the engine's action, for errors and the watch thread."""
+"""The position of this rank in its run: the Trainer's loop and the engine's action, for errors and the watch thread.
+
+`StepContext.guard` and `ExceptionCallback` call :func:`place_text` when this rank fails, so that other ranks can name
+the place. The watch thread, which detects ranks that are stuck, calls :func:`find_position` again and again. The
+position is read from existing counters, so that steps do no work for it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,7 @@ def _loop(trainer: Trainer) -> Any:
 
 
 def find_position(trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
-    """Return the position of this rank. The watch thread calls this; steps do no extra work for it.
+    """Return the position of this rank, without changing or waiting for anything.
 
     Args:
         trainer: The Trainer.

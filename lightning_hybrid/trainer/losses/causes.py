@@ -1,6 +1,8 @@
-"""Experiments that find out why microbatches change a loss.
+"""Experiments that find out why microbatches change a loss, so that the warning names the cause and the remedy.
 
-:class:`~.microbatch_comparison.MicrobatchComparison` runs the experiments only after it has found a difference. ::
+:class:`~.microbatch_comparison.MicrobatchComparison` runs the experiments only after it has found a difference. An
+experiment is a batch made of the *rows* (entries along the first dimension) of the tensors in one batch. *Blocks* are
+the first four microbatches of the batch, and a *pair* is two of them joined. ::
 
     experiment                                result                   cause
     router losses without their coefficient   no difference is left    a router loss
@@ -45,6 +47,7 @@ __all__ = [
 
 #: The largest number of tensors with rows for which each tensor is left in its order once.
 _MOST_LEAVES = 6
+#: The names of the blocks and of the pairs. The pairs form a cycle, see :func:`_is_ratio`.
 _BLOCKS = "ABCD"
 _PAIRS = ("AB", "CD", "AC", "BD")
 #: The largest relative error of the weights of blocks at which a ratio is still judged.
@@ -96,7 +99,8 @@ class Finding(NamedTuple):
         divisors: The divisors that explain all pairs of microbatches.
         order: The effect of another order of rows on the loss: ``"same"`` or ``"changes"``; ``"unknown"`` if not
             tested.
-        place: The path of the tensor whose rows are not samples, or the number of the real batch dimension.
+        place: The path of the tensor whose rows are not samples, such as ``batch['mask']``, or the number of the real
+            batch dimension; ``""`` if neither is known.
         is_ratio: True if the loss is a ratio of two sums over samples; ``None`` if the losses do not show this.
     """
 
@@ -109,7 +113,8 @@ class Finding(NamedTuple):
 class Experiments:
     """Batches made of the rows of one batch, whose losses show the cause of a difference.
 
-    If the split of the batch involves more than the rows of tensors, no such batches are made.
+    If the split of the batch involves more than the rows of tensors, no such batches are made. The caller runs the
+    batches, and passes their losses to :meth:`judge`.
 
     Args:
         batch: The batch of the training step.
@@ -118,7 +123,8 @@ class Experiments:
 
     Attributes:
         batches: The batches by name: ``"A"`` to ``"D"`` are microbatches, ``"AB"`` is two of them joined, ``"rows"`` is
-            the largest batch, ``"order"`` is the same batch in another order, and so on.
+            the first ``largest`` samples, ``"order"`` is the same samples in another order, ``"but 0"`` is the same
+            except that leaf 0 keeps its order, and ``"second"`` has another order along the second dimension.
         counts: The number of samples of each batch, by name.
     """
 
@@ -174,7 +180,7 @@ class Experiments:
         """Return the finding that follows from the losses of the batches.
 
         Args:
-            losses: The losses by the name of the batch.
+            losses: The losses by the name of the batch; batches that not every rank has are missing.
             candidates: The divisors that explain the pairs that were compared before.
             class_weights: The result of :func:`~.divisors.find_class_weights`.
             rounding: The relative error of a loss.
@@ -232,7 +238,7 @@ def _is_ratio(losses: Mapping[str, float], bound: float) -> bool | None:
 
 
 def common_finding(found: Sequence[Finding]) -> Finding:
-    """Return the common part of the findings of all replicas."""
+    """Return the common part of the findings of all replicas; an empty finding without findings."""
     if not found:
         return Finding()
     first = found[0]
@@ -288,7 +294,12 @@ def structure_text(signature: Any) -> str:
 
 
 def small_text(verdict: Verdict, cause: Cause) -> str:
-    """Return the note about a difference that is accepted."""
+    """Return the note about a difference that is accepted.
+
+    Args:
+        verdict: The verdict with the two losses.
+        cause: The cause.
+    """
     return (
         f"The loss of the same samples is {verdict.joined:.6g} if they form one microbatch, but {verdict.expected:.6g}"
         f" (mean) if they form two, a difference of {100 * verdict.difference:.2g}%. The reason is that {cause.text},"

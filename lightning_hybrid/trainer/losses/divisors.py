@@ -2,6 +2,9 @@
 
 A mean over something other than samples is ``N / D``, where both are sums over samples. The loss of two joined
 microbatches is then the mean of their losses weighted by ``D``. The search tries every ``D`` that a batch offers.
+
+:meth:`.runs.Run.explain` and :meth:`.causes.Experiments.judge` use it after a comparison has shown that microbatches
+change a loss. The result is only named in a warning, because ``D`` may fit by chance.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ class Divisor(NamedTuple):
         key: The key of that leaf for `count_tokens`; ``None`` if the leaf is the batch itself, or is nested.
         kind: ``"count"``: the number of elements other than `ignored`; ``"sum"``: the sum of the elements;
             ``"weights"``: the sum of the class weights of the elements.
-        ignored: The value that is not counted.
+        ignored: The value that is not counted; unused for other kinds.
         shift: True if the first position of each sequence is left out.
-        weights: The path of the class weights in the module.
+        weights: The path of the class weights in the module; empty for other kinds.
     """
 
     path: str
@@ -120,6 +123,8 @@ def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dic
 
 def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
     """Return True if a loss is the mean of its parts, weighted by their sizes. Parts of size 0 are left out.
+
+    A joined loss that is not finite fits only if all sizes are 0.
 
     Args:
         losses: The loss of two batches joined, and the loss of each batch alone.

@@ -1,11 +1,15 @@
 """Losses that consist of means over targets: recognized in the first steps, then weighted by the targets of each batch.
 
+Without this, users would have to define `microbatch_weight` for each loss over masked labels. *Targets* are the class
+labels of a cross entropy. :class:`~.microbatch_comparison.MicrobatchComparison` uses this module if there are
+microbatches, and :class:`~.replica_targets.ReplicaTargets` if each replica runs its batch as a whole.
+
 During some forwards of a step (see :mod:`.verdict`), each call of a mean cross entropy is a *term* of the loss::
 
     loss = a1 * term1 + a2 * term2 + ... + rest
 
-The coefficients are derivatives. Each term is detached from the graph, so only the code after the term is recorded.
-Replicas with one microbatch each find the coefficients in the graph of their first step, and compare them. If the
+The coefficients are derivatives. In a comparison, each term is detached from the graph, so only the code after the term
+is recorded. Replicas that run whole batches find the coefficients in the graph of their first step instead. If the
 targets are a leaf of the batch, or a leaf without its first position (causal models shift their labels), they are
 counted before each later forward::
 
@@ -112,12 +116,26 @@ class TermCounts:
 
 @lru_cache(maxsize=16)
 def _weights_on(weight: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return class weights on a device. The host waits for the copy only once, because the result is cached."""
+    """Return class weights on a device, float64. The host waits for the copy only once, as the result is cached."""
     return torch.tensor(weight, dtype=torch.float64, device=device)
 
 
 @dataclass
 class _Term:
+    """A mean cross entropy that a forward has computed, and its arguments.
+
+    Attributes:
+        call: The number of the call among the cross-entropy calls of the forward.
+        target: The class labels.
+        weight: The weights of all classes; ``None`` for 1 each.
+        ignore_index: The class that does not count.
+        is_in_graph: True if the computed term requires a gradient.
+        value: The value that the forward uses instead of the mean.
+        factor: A factor of the value and of its gradient, shape ``()``: 0 without targets, otherwise 1 at first.
+        coefficient: The derivative of the loss with respect to the value.
+        number: The number by which the mean is divided, shape ``()``.
+    """
+
     call: int
     target: Tensor
     weight: Tensor | None
@@ -173,8 +191,8 @@ class TargetMean:
         ways: The ways to count its targets that are possible for its batch, the preferred way first.
         coefficient: Its factor in the loss.
         value: Its value; 0 without targets.
-        number: The number by which it is divided.
-        share: The number of targets per sample.
+        number: The number by which it is divided: the sum of the class weights of the targets that count.
+        share: The number of targets per sample, including ignored targets.
         is_uneven: True if targets are ignored, or classes have weights.
         is_in_graph: True if the computed term requires a gradient.
     """
@@ -215,6 +233,8 @@ class TargetMeans:
 class LossTerms:
     """The terms of the loss of one forward, found by observing its cross-entropy calls.
 
+    Pass :meth:`observe` to `class_losses.observed` around the forward, then call :meth:`close` with the loss.
+
     Attributes:
         in_step: True if the forward belongs to a step, whose backward follows. Otherwise, terms are detached from the
             graph.
@@ -234,7 +254,14 @@ class LossTerms:
         """Record a term of the loss, and return the value to use instead; this is an `Observer` of class losses.
 
         Terms inside a transform of `torch.func`, which has its own graphs, are ignored. A mean over no targets, which
-        is NaN, becomes 0, so that the rest of the loss can be computed.
+        is NaN, becomes 0, so that the rest of the loss can be computed. Unless the forward is in a step, gradients are
+        turned on from the first term on.
+
+        Args:
+            mean: The mean cross entropy, shape ``()``.
+            target: The class labels.
+            weight: The weights of all classes; ``None`` for 1 each.
+            ignore_index: The class that does not count.
         """
         if not self._is_open:  # a checkpoint recomputes the loss
             return mean
@@ -256,7 +283,11 @@ class LossTerms:
         return term.value.clone()
 
     def close(self, loss: Tensor) -> None:
-        """Compute the coefficients of the terms from the finished loss."""
+        """Compute the coefficients of the terms from the finished loss, and drop terms with coefficient 0.
+
+        Args:
+            loss: The loss of the forward, shape ``()``.
+        """
         self._is_open = False
         gradients: Sequence[Tensor | None] = [None] * len(self.terms)
         if loss.requires_grad and self.terms:
@@ -369,6 +400,9 @@ def as_weighed(found: Sequence[TargetMeans | None], counts: Sequence[int], terms
         found: The findings in three forwards for each pair: both parts joined, and each part alone.
         counts: The number of samples in each batch.
         terms: The ways to count the targets of terms; ``None`` if losses need no change.
+
+    Returns:
+        The losses, in which terms without targets are 0; NaN for a forward without terms.
     """
     losses = [math.nan if means is None else means.loss for means in found]
     of_calls = dict(terms.counts) if terms is not None else {}
@@ -398,7 +432,7 @@ def common_names(found: Sequence[TargetMeans | None]) -> frozenset[str]:
 
 
 def with_copied_classes(batch: Any) -> Any:
-    """Return a batch with copies of its integer tensors, because a step may write into its labels."""
+    """Return a batch with copies of its integer and boolean tensors, because a step may write into its labels."""
     leaves, spec = flatten(batch)
     copies = [leaf.clone() if type(leaf) is Tensor and not leaf.is_floating_point() else leaf for leaf in leaves]
     return unflatten(copies, spec)
@@ -409,7 +443,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
-    """Return True if a leaf of a batch may hold targets. Targets that are shifted must be sequences."""
+    """Return True if a leaf of a batch may hold targets. If targets are shifted, the leaf must hold sequences."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         return False
     return labels.ndim > int(shift)

@@ -1,4 +1,9 @@
-"""Weights of losses: of a microbatch in its batch, of a batch among replicas, and of a batch in accumulation."""
+"""Weights of losses: of a microbatch in its batch, of a batch among replicas, and of a batch in accumulation.
+
+`TrainingStep` and `UncutTrainingStep` use these weights for each batch if the module defines `microbatch_weight`, or if
+a comparison in the first steps has shown that the loss is a mean over targets. Otherwise, numbers of samples are the
+weights, and only :class:`LabelWatch` is used: it warns if they are probably wrong.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,9 @@ _IGNORED = -100  # the `ignore_index` of torch's cross-entropy
 
 @dataclass(frozen=True)
 class LossWeights:
-    """The weights that the module's `microbatch_weight` returns for a batch, with which losses match a single process.
+    """The weights of the microbatches of one batch, with which losses match a single process.
+
+    They are results of the module's `microbatch_weight`, or of a :class:`~.loss_terms.LabelCount`.
 
     Attributes:
         each: The weight of each microbatch of this replica, shape ``(microbatches,)``, float64.
@@ -39,7 +46,7 @@ class LossWeights:
         """Return the weights of the microbatches of a batch; a collective over the replicas.
 
         Args:
-            weigh: The module's `microbatch_weight`.
+            weigh: The module's `microbatch_weight`, or a :class:`~.loss_terms.LabelCount`.
             microbatches: The microbatches of this replica.
             mesh: The mesh.
             device: The device of this rank.
@@ -75,14 +82,14 @@ class LossWeights:
 
     @property
     def shares(self) -> Sequence[Tensor]:
-        """Return each microbatch's fraction of the loss of this replica. The sum is 1, or 0 if all weights are 0."""
+        """Return each microbatch's fraction of the weight of this replica. The sum is 1, or 0 if all weights are 0."""
         return (self.each / self.each.sum()).nan_to_num().unbind()
 
     def factors(self, total: Tensor | None = None) -> Sequence[Tensor]:
         """Return the factors of the losses of microbatches, before gradients are averaged over the replicas.
 
         Args:
-            total: The weight to use instead of :attr:`total`.
+            total: The weight to use instead of :attr:`total`, from :meth:`AccumulationWindow.add`.
         """
         total = self.total if total is None else total
         return (self.each * (self.num_replicas / total)).nan_to_num().unbind()
@@ -164,9 +171,10 @@ def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
 
 
 class LabelWatch:
-    """Warns once about a loss that is probably a mean over something other than samples.
+    """A watch that warns once about a loss that is probably a mean over something other than samples.
 
-    It examines only the first batches, and only tensors on the host, because the host would have to wait for a device.
+    `TrainingStep` calls it for the first batches, until a comparison has explained the loss. It examines only tensors
+    on the host, because the host would have to wait for a device.
 
     Args:
         module: The user's module.
@@ -184,7 +192,8 @@ class LabelWatch:
             counts: The number of samples of each microbatch.
 
         Returns:
-            True if the next batch should be examined, too.
+            True if the next batch should be examined, too. A batch with one microbatch, or of a module with
+            `microbatch_weight`, does not count as examined.
         """
         if len(counts) == 1 or getattr(self._module, "microbatch_weight", None) is not None:
             return True

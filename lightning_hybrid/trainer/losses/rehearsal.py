@@ -1,4 +1,9 @@
-"""Forwards of the user's step without side effects: no gradients, no random numbers, no changes to the module."""
+"""Forwards of the user's step without side effects: no gradients, no random numbers, no changes to the module.
+
+:class:`~.microbatch_comparison.MicrobatchComparison` runs such forwards, called *rehearsals*, in the first training
+steps to compare losses of the same samples. A copy of the module would be simpler, but might not fit in memory, and
+ZeRO and the pipeline refer to the tensors of the module itself.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ _LIGHTNINGS = frozenset({"_trainer", "_fabric"})
 
 
 class Untouched:
-    """A mode in which results depend only on the inputs of operators, and the module's tensors are restored at the end.
+    """A mode in which results depend only on inputs of operators, and in which the module's tensors are restored.
 
     ::
 
@@ -51,8 +56,8 @@ class Untouched:
     it.
 
     Args:
-        tensors: Returns parameters, buffers and tensors in attributes. It is called in the first run, because ZeRO
-            moves these tensors at the start of a step.
+        tensors: Returns parameters, buffers and tensors in attributes. It is called at the start of the first run,
+            because ZeRO moves these tensors at the start of a step.
 
     Attributes:
         has_drawn: True if random numbers without a constant replacement were drawn, which may belong to single samples.
@@ -69,7 +74,7 @@ class Untouched:
         """Run operators under this mode.
 
         Args:
-            restores: If True, the tensors are restored at the end.
+            restores: If True, the tensors are restored at the end. Otherwise, call :meth:`restore` later.
         """
         if not self._tensors:
             own = [to_local(tensor) for tensor in self._find() if not tensor.is_meta]

@@ -7,8 +7,12 @@
     1              s, restored     f(s)       the same
 
 Examples are the teacher of a student, and the singular vectors of spectral norm. Each microbatch repeats the write of
-the first microbatch. If steps are traced, the plan of the step determines which stages write, see
-:mod:`~lightning_hybrid.pipeline_parallel.frame.writes`.
+the first microbatch. To skip the write in later microbatches would be simpler, but the strategy cannot skip a part of
+the user's code.
+
+The training steps enter :meth:`ParameterWrites.around` for the forward of each microbatch, and `TrainingStep` calls
+:meth:`PowerIterations.begin` before it. If steps are traced (their calls are recorded before they run), the plan of the
+step determines instead which stages write parameters, see :mod:`~lightning_hybrid.pipeline_parallel.frame.writes`.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ __all__ = ["ParameterWrites", "PowerIterations"]
 class ParameterWrites:
     """The parameters that a step writes. All microbatches start with the values that the first microbatch started with.
 
+    A *teacher* is a frozen copy of a trained module, the *student*. The step or a hook updates its parameters.
+
     So each microbatch computes with the values of a single process, wherever in the step the write is. If parameters
     are sharded over replicas, the step gets full parameters, and each replica keeps its rows of the new values.
 
@@ -48,8 +54,8 @@ class ParameterWrites:
     compiled by `torch.compile` with ``fullgraph=True`` raise an error if a mode is active.
 
     Args:
-        module: The user's module. Its compiled submodules are recorded at once.
-        grad_sync: Has the parameters with values on this rank.
+        module: The user's module. The constructor searches it for compiled submodules.
+        grad_sync: The gradient synchronization, which has the parameters with values on this rank.
 
     Attributes:
         watches: True if there is a teacher. Otherwise, :meth:`around` is not needed.
@@ -73,6 +79,10 @@ class ParameterWrites:
             microbatch: The index of the microbatch.
             number: The number of microbatches.
             optimizers: Optimizers that may step inside. Their writes are not recorded.
+
+        Raises:
+            WrongUseError: If the new value of a parameter differs between microbatches. This is checked only in the
+                first step that writes the parameter.
         """
         if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
             yield
@@ -251,7 +261,12 @@ class PowerIterations:
 
     @torch.no_grad()
     def begin(self, stage: int, microbatch: int) -> None:
-        """Restore the vectors of the first microbatch before the forward of a stage."""
+        """Save the vectors before the first microbatch of a stage, and restore them before its other microbatches.
+
+        Args:
+            stage: The stage.
+            microbatch: The index of the microbatch.
+        """
         if stage not in self._vectors:
             return
         if microbatch == 0:
@@ -262,7 +277,7 @@ class PowerIterations:
 
 
 def _vectors(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the buffers of both implementations in torch: a parametrization, and a hook before forwards."""
+    """Yield the singular vectors of both implementations in torch: a parametrization, and a hook before forwards."""
     for part in (part for layer in layers for part in layer.modules()):
         if hasattr(part, "n_power_iterations"):
             yield from (vector for name in ("_u", "_v") if isinstance(vector := getattr(part, name, None), Tensor))

@@ -1,4 +1,8 @@
-"""Detection of steps that return ``None``, in the code of `training_step` before it runs."""
+"""Detection of steps that return ``None``, in the code of `training_step` before it runs.
+
+`TrainingStep` calls :func:`may_return_none` when a run begins. Only the last stage sees that a step returns ``None``,
+but the other stages must know before the first batch that messages between stages can be empty.
+"""
 
 from __future__ import annotations
 

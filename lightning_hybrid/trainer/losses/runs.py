@@ -1,4 +1,9 @@
-"""The results of the forwards of a comparison, and the conclusions about the loss."""
+"""The results of the forwards of a comparison, and the conclusions about the loss.
+
+:class:`~.microbatch_comparison.MicrobatchComparison` makes a :class:`Run` after forwards without side effects, on ranks
+with the last stage. This class has nothing to do with the `Run` of a strategy. A *pair* is a group of :data:`PAIR`
+batches: some samples together, and each half of them alone.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,8 @@ class Run(NamedTuple):
     Attributes:
         batches: The batches, as they were before the forwards.
         counts: The number of samples of each batch.
-        losses: The loss of each batch.
-        terms: The terms of each loss.
+        losses: The loss of each batch; NaN if one of its terms is a mean over no targets.
+        terms: The cross-entropy terms of each loss.
         numbers: The numbers that each forward logged, by name.
         dtype: The coarsest dtype of the computation.
         has_drawn: True if random numbers were drawn that may differ between forwards.
@@ -49,13 +54,15 @@ class Run(NamedTuple):
         )
 
     def find_means(self) -> list[TargetMeans | None]:
-        """Return the means over targets in the loss of each forward."""
+        """Return the means over targets in the loss of each forward; ``None`` for a loss without such means."""
         forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)
         rounding = rounding_of(self.dtype)
         return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
 
     def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
         """Return the verdicts on pairs, with the divisors that explain the losses of each pair.
+
+        The batches of the run must be the batches of these pairs, in the same order.
 
         Args:
             verdicts: The verdict on each pair.

@@ -7,6 +7,11 @@
                       = (w1 term + w2 term) / W  +  a mean over samples
 
 Microbatches and replicas are therefore weighted by their samples, and so are logged values of a term.
+
+A *term* is a mean cross entropy that is a summand of the loss; :mod:`.loss_terms` recognizes terms in the first steps.
+`TrainingStep` (on the last stage) and `ReplicaTargets` make a :class:`TermWeights` for each batch, and enter
+:meth:`TermWeights.of_microbatch` around each forward. One weight for each microbatch, as in :mod:`.loss_weights`, would
+be wrong for the rest of such a loss.
 """
 
 from __future__ import annotations
@@ -30,11 +35,15 @@ _EXACT = 1e-6  # the relative difference that is allowed, because class weights 
 
 
 class _Factor(NamedTuple):
+    """A constant factor, shape ``()``, as the argument of :func:`times_factor`."""
+
     factor: Tensor
 
 
 class TermWeights:
     """The factors of the terms of a loss for each microbatch of a batch. Construction is a collective over replicas.
+
+    The collective includes only the ranks of this stage in other replicas.
 
     Args:
         terms: The ways to count the targets of each term.

@@ -7,7 +7,10 @@ The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared 
     L(J) = L(A) + L(B)                  a sum over samples: losses of microbatches are summed
     otherwise                           the loss couples samples, or is a mean over something else (:mod:`.causes`)
 
-This module handles only numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards.
+This module handles only numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards in
+the first training steps, and decides from the verdict how losses of microbatches are combined. *Targets* are the class
+labels of a cross entropy, and a *term* is a mean cross entropy that is a summand of the loss (:mod:`.loss_terms`). A
+*pair* is two microbatches, with three losses: of both joined, and of each alone.
 """
 
 from __future__ import annotations
@@ -72,9 +75,9 @@ class Verdict:
     Attributes:
         kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not show it, as with two
             equal losses.
-        joined: The loss of the samples of both parts together.
-        parts: The loss of each part alone.
-        expected: The weighted mean of the losses of the parts.
+        joined: The loss of the samples of both microbatches together.
+        parts: The loss of each microbatch alone.
+        expected: The weighted mean of the losses of the microbatches.
         labels: The way to count targets if the loss is a mean over them.
         logs: The kinds of logged values that are not means over samples, by name: ``"weighted"`` like the loss, or
             ``"sum"``.
@@ -120,7 +123,7 @@ def joined_parts(
     microbatches of the step joined, and these are halved. So no tensors have to be joined, and a module's `split_batch`
     splits as it does in the step.
 
-    If there are four microbatches, there are two pairs, and more pairs until they have :data:`ENOUGH` samples. A batch
+    With at least four microbatches, there are two pairs, and more pairs until they have :data:`ENOUGH` samples. A batch
     of about this size and its halves may follow, because most pairs of two samples do not show that a loss couples the
     samples of a class. If its halves are the same samples as the first two pairs, they are the same objects, so that
     one forward serves both.
@@ -131,7 +134,8 @@ def joined_parts(
         user_split: The module's `split_batch`; ``None`` if it has none.
 
     Returns:
-        Three batches for each pair, whose tensors are copies, and the number of samples in each batch.
+        Three batches for each pair, whose tensors are copies, and the number of samples in each batch. Both lists are
+        empty if the batch has too few samples for a pair.
     """
     found: tuple[list[Any], list[int]] = [], []
     number, pairs = num_microbatches, min(2, max(1, num_microbatches // 2))
@@ -181,7 +185,10 @@ def _num_numbers(batch: Any) -> int:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch with copies of its tensors, except lazy tensors that have not been read."""
+    """Return a batch with copies of its tensors and other objects, but without copies of lazy tensors.
+
+    A lazy tensor is a tensor of the batch that this rank receives only when its values are read.
+    """
     leaves, spec = flatten(batch)
     return unflatten([_copied_leaf(leaf) for leaf in leaves], spec)
 
@@ -304,7 +311,10 @@ def judge_logs(
 
 
 def joined_verdict(found: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on several pairs: if a loss is not a mean, the verdict with the largest difference."""
+    """Return the verdict on several pairs, of one or of all ranks: the worst one, with the common findings of all.
+
+    If there are means and sums, or different ways to count targets, the kind is ``"other"``.
+    """
     known = [verdict for verdict in found if verdict.kind != "unknown"]
     if not known:
         return Verdict("unknown", math.nan, (math.nan, math.nan), math.nan)

@@ -1,6 +1,8 @@
 """State that forwards write from the batch: codebooks, running statistics of a user's own layer, quantiles.
 
-::
+With microbatches, such a state is written several times in a step, which may change training.
+:class:`~.microbatch_comparison.MicrobatchComparison` compares the states s after forwards of two microbatches A and B
+with the states after one forward of both joined, J, and warns or uses one microbatch if they differ. ::
 
     samples in one microbatch          s --> s(J)
     in two, each starting from s       s --> s(A),  s --> s(B)
@@ -32,6 +34,8 @@ _MOST_NAMED = 4
 
 
 class _Place(NamedTuple):
+    """A state, by its path and by its entry in a dictionary of attributes or buffers."""
+
     path: str
     table: dict[str, Any]
     name: str
@@ -66,6 +70,8 @@ class Difference(NamedTuple):
 
 class WrittenStates:
     """Buffers and tensor attributes of a module and of the objects in it, except parameters and metrics.
+
+    Placeholders of other stages and tensor subclasses are also excluded.
 
     Args:
         module: The user's module.
@@ -109,7 +115,7 @@ def find_of_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> l
 
     Args:
         changes: The changes with all samples in one microbatch, and with each of two microbatches, from the same
-            states.
+            states, by path. A state that one of these forwards did not write also counts.
         rounding: The relative difference that rounding can explain.
     """
     found = []

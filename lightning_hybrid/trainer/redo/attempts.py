@@ -1,7 +1,12 @@
 """Attempts at a training step: restores the state and repeats the step if its path differs from its plan.
 
-A path is the sequence of calls that a step makes. The plan of each traced path is remembered, so that most steps run
-without being traced. The path of a step can still differ from its plan, for example if it depends on a counter.
+To *trace* (follow) a step is to run its code with fake tensors, and to record its calls. A *path* is the sequence of
+calls that a step makes, and a *plan* divides the calls of one path among the stages. The plan of each traced path is
+remembered, so that most steps run without being traced. The path of a step can still differ from its plan, for example
+if it depends on a counter. To trace each step would be simpler, but takes 10 to 200 ms for each microbatch.
+
+`TrainingStep` makes one :class:`Redo` for a run, calls it for each batch with a plan, and runs the batch in the
+:class:`Attempts` that it returns. Evaluation steps, which repeat in another way, use only :mod:`.step_state`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.redo.path_changes import PathChanges
 from lightning_hybrid.trainer.redo.step_state import StepState, cannot_text
 
-#: Errors that end a run of the schedule, after which its step may be repeated.
+#: Errors that end a run of the schedule, after which its step may be repeated: the path has changed on this rank, or on
+#: a rank that has therefore sent a *blank* message, which has no content.
 BREAKS_OFF = (PathChangedError, BlankMessageError)
 
 # The number of attempts with remembered plans before the step is traced.
@@ -28,7 +34,7 @@ _GUESSES = 2
 
 
 class Redo:
-    """Creates the attempts at each step of a run, on one rank.
+    """A factory of the attempts at each step of a run, on one rank.
 
     Args:
         context: The state that steps share.
@@ -44,15 +50,18 @@ class Redo:
     def __call__(self, cut: FrameCut, step: int, *, is_first: bool) -> Attempts | None:
         """Return the attempts at a step with a backward; ``None`` if the step cannot be repeated.
 
+        All ranks of a model group get the same kind of result.
+
         Args:
-            cut: The cut that traces the step and makes its plans.
+            cut: The :class:`FrameCut` that traces the step and makes its plans.
             step: The number of the batch since training began.
             is_first: True if the batch is the first of several batches whose gradients are accumulated.
         """
         context, grad_sync = self._context, self._grad_sync
         # Replicas wait for each other in collectives that a failed attempt skips or cannot undo: ZeRO's gathers,
         # statistics of SyncBatchNorm, early reductions. On a GPU, a rank reduces gradients before it can read in the
-        # received messages that the attempt has failed.
+        # received messages that the attempt has failed. If steps are not remembered, each step is traced before it
+        # runs, so its path fits.
         meets = grad_sync.zero.is_active or grad_sync.has_sync_batch_norm
         meets |= grad_sync.reduces_early and context.engine.posts_kernels
         if meets or not context.remembers:
@@ -81,10 +90,10 @@ class Attempts:
     Args:
         context: The state that steps share.
         grad_sync: The gradient synchronization.
-        cut: The cut that traces the step and makes its plans.
+        cut: The :class:`FrameCut` that traces the step and makes its plans.
         changes: The record of changed paths.
         step: The number of the batch since training began.
-        state: The state to restore before another attempt.
+        state: Saves the state before each attempt, and restores it before the next one.
         copies_gradients: True to copy accumulated gradients of earlier batches, so that they can be restored.
     """
 
@@ -113,6 +122,9 @@ class Attempts:
 
         Args:
             microbatches: The microbatches of the batch.
+
+        Raises:
+            WrongUseError: If the failed attempt has changed something that cannot be restored.
         """
         if self._choice is not None:
             microbatches = self._state.put_back()
@@ -122,7 +134,10 @@ class Attempts:
         return microbatches
 
     def choose(self, microbatch: int) -> int | None:
-        """Return the plan number of a microbatch, or ``FOLLOW`` to trace it; ``None`` for the remembered plan."""
+        """Return the plan number of a microbatch, or ``FOLLOW`` to trace it; ``None`` for the remembered plan.
+
+        This is the argument `choose` of :meth:`StepProgram.plan`.
+        """
         if self._choice is None:
             return FOLLOW if self._changes.follows_first else None
         if microbatch < self._choice.microbatch:
@@ -130,24 +145,27 @@ class Attempts:
         return self._choice.plan_of(microbatch)
 
     def follow(self, plans: Sequence[FramePlan]) -> None:
-        """Set the plans of the microbatches for the current attempt, in which some steps may have been traced."""
+        """Set the plans of the microbatches for the current attempt, and keep attributes that traces have created."""
         self._plans = plans
         if self._cut.num_followed > self._num_followed:
             self._state.keep_new()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch the error that ends a failed attempt."""
+        """Catch an error of :data:`BREAKS_OFF`, which ends a failed attempt; enter it around the schedule."""
         try:
             yield
         except BREAKS_OFF as error:
             self._error = error
 
     def find_choice(self) -> Choice | None:
-        """Return the choice for the next attempt; ``None`` if this attempt has succeeded. Call it on the last stage.
+        """Return the choice for the next attempt; ``None`` if this attempt has succeeded.
+
+        Only the rank that sends the results of the model group calls this (see :attr:`StepContext.is_source`), and
+        sends the choice to the other ranks.
 
         Raises:
-            PathChangedError: If the path still differs after it was traced.
+            PathChangedError, BlankMessageError: If the path of a microbatch still differs after it was traced.
         """
         if self._error is None:
             return None
@@ -172,14 +190,14 @@ class Attempts:
         return Choice(microbatch, FOLLOW if fitting is None else fitting.number, follows_rest)
 
     def end(self, value: Any) -> bool:
-        """End an attempt, and return True if the step needs another attempt.
+        """End an attempt on every rank, and return True if the step needs another attempt.
 
         Args:
             value: The message of the last stage: the value of the step, or the choice for the next attempt.
 
         Raises:
-            PathChangedError: If this attempt failed here, but the last stage has not noticed it.
-            WrongUseError: If the reduction of gradients has begun.
+            PathChangedError, BlankMessageError: If this attempt failed here, but the last stage has not noticed it.
+            WrongUseError: If another attempt is needed, but the reduction of gradients has begun.
         """
         if not isinstance(value, Choice):
             if self._error is not None:

@@ -1,4 +1,9 @@
-"""A record of changed paths, which decides when steps are traced before they run."""
+"""A record of changed paths, which decides when steps are traced before they run.
+
+A *path* is the sequence of calls that a training step makes. To *trace* a step is to record its path before it runs.
+:class:`~.attempts.Redo` has one record for a run, and updates it whenever a step is repeated because its path differed
+from the expected one. A repeated step costs more than a trace, so a model whose path often changes is traced each time.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +36,10 @@ class PathChanges:
         self._new: deque[int] = deque(maxlen=_MANY)
 
     def note(self, choice: Choice, step: int) -> None:
-        """Record that a step is repeated.
+        """Record that a step is repeated, and warn once when :attr:`follows_first` becomes True.
 
         Args:
-            choice: The choice for the next attempt at the step.
+            choice: The choice for the next attempt at the step: a remembered path, or a new trace.
             step: The number of the batch since training began.
         """
         self.have_been = True

@@ -1,4 +1,10 @@
-"""State that a step may change on a rank: saved before the step, and restored before another attempt at it."""
+"""State that a step may change on a rank: saved before the step, and restored before another attempt at it.
+
+:class:`~.attempts.Attempts` uses it for training steps whose path of calls differs from the expected one, and
+`EvaluationStep` for steps that run again in lockstep (on all stages at once). Large tensors and parameters are not
+copied, because that would double the memory: their version counters show if the step has written them, and then the
+step cannot be repeated.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +30,15 @@ _OF_STEPS = frozenset({"log", "print", "forward", COMPILED_CALL})
 
 
 class StepState:
-    """State that this rank's part of a step may change: gradients, the module, the batch.
+    """State that this rank's part of a step may change: gradients, the module, the batch, and `trainer.should_stop`.
 
     Random numbers and logs are not included, because each attempt starts with the same seeds and with empty logs.
 
     Args:
         module: The user's module.
-        parameters: The parameters whose gradients this rank holds.
+        parameters: The parameters whose gradients this rank holds; empty for evaluation steps.
         units: The pipelined layers of all stages.
-        own: The pipelined layers of this rank.
+        own: The pipelined layers of this rank. Layers of other ranks have no state here.
     """
 
     def __init__(
@@ -51,8 +57,9 @@ class StepState:
         """Save the state before a step, or before another attempt at it.
 
         Args:
-            microbatches: The microbatches, or the arguments of an evaluation step.
-            copies_gradients: True to copy accumulated gradients of earlier batches.
+            microbatches: The microbatches, or the arguments of an evaluation step. Their tensors are not copied.
+            copies_gradients: True to copy accumulated gradients of earlier batches. Otherwise a step that adds to them
+                cannot be repeated.
         """
         self._stops = self._trainer.should_stop
         self._leaves, self._spec = flatten(microbatches)
@@ -79,11 +86,11 @@ class StepState:
         self._contents.release()
 
     def keep_new(self) -> None:
-        """Keep attributes that tracing has created, so that later steps have them too."""
+        """Keep attributes that tracing has created, so that later steps have them too; call it after a trace."""
         self._contents.keep_new(_OF_STEPS)
 
     def put_back(self) -> list[Any]:
-        """Restore the state, and return the microbatches.
+        """Restore the state of the last :meth:`keep`, and return the microbatches.
 
         Raises:
             WrongUseError: If the step has written a tensor that was not copied, or changed a large container.
@@ -106,7 +113,7 @@ class StepState:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor has its own memory; other tensor types are computed when they are read."""
+    """Return True if a tensor has its own memory: not a placeholder, and not of another type, which has no memory."""
     return not tensor.is_meta and (type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor))
 
 

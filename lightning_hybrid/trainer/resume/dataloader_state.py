@@ -42,11 +42,19 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
         batches: The number of batches of this epoch that have been trained on; ``None`` between two epochs.
 
     Returns:
-        A dictionary of tensors and plain values. For each loader, ``"own"`` has the states of its generators, and
-        ``"ended"`` is True at its end. Between two epochs, ``"states"`` has the loaders' own states. In an epoch,
-        ``"passes"`` has the records to replay, ``"index"`` is the number of batches to skip, and ``"again"`` the number
-        of fetched batches to return again. ``None`` if the loaders are gone, have no iterators yet, or were requested
-        before the strategy could wrap them in :class:`ReplayableLoader`.
+        A dictionary of tensors and plain values. ``None`` if the loaders are gone, have no iterators yet, or were
+        requested before the strategy could wrap them in :class:`ReplayableLoader`. Its keys are::
+
+            "own"          for each loader, the states of its generators
+            "ended"        for each loader, True at its end
+            "states"       between two epochs: for each loader, its own state, or None
+            "passes"       in an epoch: for each loader, the records to replay, see ReplayableLoader.record
+            "index"        in an epoch: the number of batches to skip
+            "again"        in an epoch: the number of fetched batches to return again
+            "consumed"     in an epoch: for each loader, True if it has started again; None if loaders never do
+            "done"         in an epoch: True if no batch is left
+            "num_batches"  in an epoch: the Trainer's number of batches of the epoch
+            "orders"       in an epoch: for each loader, its ReplicaOrder as a dictionary, or None
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     if combined is None or fetcher is None:

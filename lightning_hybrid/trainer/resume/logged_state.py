@@ -1,4 +1,8 @@
-"""Values that accumulate during an epoch, as part of a checkpoint: means of logged values, and states of metrics."""
+"""Values that accumulate during an epoch, as part of a checkpoint: means of logged values, and states of metrics.
+
+`ResumeCallback` saves these values in the record of each rank, and restores them in a resumed run. Metric states are
+not saved by the module itself, because they are not persistent by default and differ between ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ def logged_state(trainer: Trainer, *, up_to_date: bool) -> dict[str, Any]:
 
     Args:
         trainer: The Trainer, during training.
-        up_to_date: If True, first add values that are logged but not yet in the Trainer's public metrics.
+        up_to_date: If True, first add values that are logged but not yet in the Trainer's public metrics. This may be a
+            collective of all ranks.
 
     Returns:
         Tensors on the host and plain values, without values that were logged over one of the user's process groups.
@@ -41,7 +46,8 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], *, entries: bo
     Args:
         trainer: The Trainer, before training continues.
         state: The result of :func:`logged_state`.
-        entries: If True, also restore the running means of the epoch.
+        entries: If True, also restore the running means of the epoch. Set it to False between two epochs, or if the
+            number of replicas has changed.
     """
     device = trainer.strategy.root_device
     for name, metrics in zip(_METRICS, internals.noted_metrics(trainer), strict=True):
@@ -72,7 +78,7 @@ def metric_states(module: LightningModule, fresh: Mapping[str, Mapping[str, Any]
         fresh: The result of :func:`plain_values` before training.
 
     Returns:
-        For each metric, its update count, its states, and the plain values that have changed.
+        For each metric, a list of its update count, its states on the host, and the plain values that have changed.
     """
     found = {}
     for name, plain in plain_values(module).items():

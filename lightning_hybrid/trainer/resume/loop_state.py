@@ -1,4 +1,9 @@
-"""A position in Lightning's loops, at which a checkpoint is saved, and from which the loops resume."""
+"""A position in Lightning's loops, at which a checkpoint is saved, and from which the loops resume.
+
+`ResumeCallback` records a :class:`LoopState` in each checkpoint of a training run (:meth:`LoopState.of`), corrects the
+loop states in a loaded checkpoint (:meth:`LoopState.fit_loop_state`), and then resumes the loops
+(:meth:`LoopState.restarted`).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +77,7 @@ class LoopState:
         """Return the state of the fit loop with which Lightning resumes at this position.
 
         Args:
-            state: The state that Lightning saved.
+            state: The state that Lightning saved; it is not changed.
         """
         loops: dict[str, Any] = copy.deepcopy(dict(state))
         loops["state_dict"].pop("combined_loader", None)  # it belongs to rank 0; each rank restores its own loaders
@@ -94,6 +99,9 @@ class LoopState:
 
     def restarted(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Prepare the loops to resume; enter the context after Lightning has reset the loops, before the first epoch.
+
+        Calling this method already changes the loops. Between two epochs, it also updates plateau schedulers, if these
+        were still due for the finished epoch.
 
         In the middle of an epoch, Lightning's own restart is used up to the first batch. From the first batch on, the
         loops run as in a run that was not restarted.

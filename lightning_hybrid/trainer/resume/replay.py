@@ -1,6 +1,10 @@
 """Replayable data loaders: a resumed run reaches the same batch of an epoch with the same random numbers.
 
-:mod:`.dataloader_state` saves the records of these loaders in a checkpoint and replays the records after a resume.
+`DataLoaderPreparer` wraps each training loader in a :class:`ReplayableLoader`. :mod:`.dataloader_state` saves the
+records of these loaders in a checkpoint and replays the records after a resume. To set a seed for each epoch and skip
+batches would be simpler, but would change the order of the data from an ordinary run. A *record* of an iterator
+contains states of random generators; to *replay* it is to make the iterator and fetch its batches again with these
+states.
 """
 
 from __future__ import annotations
@@ -73,8 +77,9 @@ class ReplayableLoader(LoaderWrapper):
         loader: The loader that the ranks of a model group iterate.
         device: The device of the model.
         order: The way in which replicas take their batches; ``None`` if it is unknown.
-        waits: If True, the first iterator yields only one batch, ``None``. Lightning asks for this iterator before the
-            position to resume from is known, and fetches a batch from it if the loader has no length.
+        waits: If True, because a run is about to resume, the first iterator yields only one batch, ``None``. Lightning
+            requests this iterator before the position to resume from is known, and fetches a batch from it if the
+            loader has no length.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class ReplayableLoader(LoaderWrapper):
         return is_stateful(self._loader)
 
     def begin_epoch(self) -> None:
-        """Discard the histories of earlier epochs: keep only the history of the newest iterator."""
+        """Discard the histories of earlier epochs, except the newest iterator's, and records not yet replayed."""
         del self._histories[:-1]
         self._to_replay = []
 
@@ -114,7 +119,10 @@ class ReplayableLoader(LoaderWrapper):
             cycles: If True, this loader starts again at its end, because another loader is longer.
 
         Returns:
-            Dictionaries of tensors and plain values.
+            Dictionaries of tensors and plain values: ``"generators"`` has the states of the random generators by event
+            (see :class:`ReplayableIterator`), and ``"events"`` is the number of events. For a loader with its own
+            state, the list has one entry, which also has ``"loader"``, the state, and ``"given"``, the number of
+            batches that the iterator has returned up to this state.
         """
         if self.is_stateful:
             last = self._histories[-1]

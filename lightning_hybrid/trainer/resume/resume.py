@@ -1,7 +1,9 @@
 """Exact resume: the callback that saves and restores position, data order, logged values and random numbers.
 
-The checkpointer calls :meth:`ResumeCallback.add_to` and :meth:`ResumeCallback.load`; the strategy calls
-:meth:`ResumeCallback.restore` before the first batch.
+`World`, which exists as long as the process groups, has one :class:`ResumeCallback`. It calls the methods `open` and
+`close` around each run. The checkpointer calls :meth:`ResumeCallback.add_to` and :meth:`ResumeCallback.load`; the
+strategy calls :meth:`ResumeCallback.restore` before the first batch. Lightning itself saves only counters of its loops:
+a resumed run would use other samples, other random numbers and incomplete means, and could skip a validation.
 """
 
 from __future__ import annotations
@@ -50,12 +52,13 @@ Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
 
 class ResumeCallback(RunCallback):
-    """Adds the position of training to checkpoints, and resumes training at the position of a loaded checkpoint.
+    """A callback that adds the position of training to checkpoints, and resumes at the position of a checkpoint.
 
     A checkpoint has one record for each rank, by its coordinate: the states of its random generators, the positions of
-    its loaders, and the values that have accumulated since the epoch began. Under the same layout, each rank loads its
-    own record. Under another layout, the order of the data comes from the record of the same data rank if there is one,
-    and otherwise of data rank 0. In that second case, random numbers are derived from the record and the data rank.
+    its loaders, and the values that have accumulated since the epoch began. Context-parallel ranks share a record.
+    Under the same layout, each rank loads its own record. Under another layout, the order of the data comes from the
+    record of the same data rank if there is one, and otherwise of data rank 0. In that second case, random numbers are
+    derived from the record and the data rank.
 
     Args:
         mesh: The ranks.
@@ -80,6 +83,8 @@ class ResumeCallback(RunCallback):
 
     def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer) -> dict[str, Any]:
         """Return a checkpoint with the position of training added to it; every rank must call this method.
+
+        No position is added if no training has begun. The loop states in `checkpoint` may be changed.
 
         Args:
             checkpoint: The checkpoint.
@@ -169,7 +174,7 @@ class ResumeCallback(RunCallback):
         self._fresh.setdefault(pl_module, plain_values(pl_module))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to record the positions of the loaders in this epoch."""
+        """Discard the loaders' records of earlier epochs."""
         for loader in loaders_of(trainer.fit_loop):
             if isinstance(loader, ReplayableLoader):
                 loader.begin_epoch()
@@ -214,8 +219,12 @@ class ResumeCallback(RunCallback):
     def restore(self, trainer: Trainer) -> None:
         """Resume at the position of the loaded checkpoint; called after all hooks that run before the first epoch.
 
+        Every rank must call this method. Without a loaded checkpoint, it only starts to save the state before each
+        validation.
+
         Raises:
-            ValueError: If the number of replicas has changed, and no step of this run begins at the position.
+            ValueError: If the number of replicas, the batch size or the sampler has changed, and it is unknown which
+                samples have been used, or no optimizer step of this run begins after exactly these samples.
         """
         if not self._has_started:
             action = partial(self._snapshot_before_validation, trainer)
@@ -259,7 +268,8 @@ class ResumeCallback(RunCallback):
 
         Returns:
             The data rank whose record this rank loads; that record; and the record with the accumulated values of this
-            replica, from the stage that computes the loss, or ``None`` if the number of replicas has changed.
+            replica, or ``None`` if the number of replicas has changed. Under another layout, the accumulated values are
+            from the stage that computes the loss.
         """
         ranks: Mapping[Coordinate, dict[str, Any]] = record["ranks"]
         layout, mesh, own = record["layout"], self._mesh, self._coordinate
@@ -276,7 +286,8 @@ class ResumeCallback(RunCallback):
     def open(self, trainer: Trainer) -> None:
         """Start a run from the checkpoint that global rank 0 has found, or from none if rank 0 has found none.
 
-        A node with its own disk may find another checkpoint, or none.
+        A node with its own disk may find another checkpoint, or none. The choice is a collective of all ranks, which
+        happens later, when the Trainer selects the checkpoint.
         """
         choose = partial(broadcast_object, source=0, group=self._group())
         self._changes.enter_context(internals.choose_checkpoint(trainer, choose))

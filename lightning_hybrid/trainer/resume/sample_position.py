@@ -1,4 +1,7 @@
-"""Resuming in an epoch with another number of replicas, after the samples that have been trained on.
+"""Resuming in an epoch with another number of replicas or another batch size, after the samples that were trained on.
+
+`ResumeCallback.restore` calls :func:`in_new_batches` if training resumes in the middle of an epoch. A count of batches
+alone would skip or repeat samples, because a batch of all replicas has another number of samples.
 
 With batches of ``b`` samples on each of ``n`` replicas, ``k`` batches use the first ``k n b`` samples of one order,
 which is the same for every number of replicas. ::
@@ -33,7 +36,7 @@ def in_new_batches(
         trainer: The Trainer, before training resumes in the middle of an epoch.
         loops: The position at which the checkpoint was saved.
         accumulated: The number of batches per optimizer step in the earlier run.
-        loaders: The positions of the loaders, from :func:`.dataloader_state`.
+        loaders: The positions of the loaders, from :func:`.dataloader_state`; ``None`` if they are unknown.
         same_replicas: True if the number of replicas has not changed.
 
     Returns:
@@ -41,8 +44,8 @@ def in_new_batches(
         samples as before, ``loops`` and ``loaders`` are returned unchanged.
 
     Raises:
-        ValueError: If it is unknown which samples have been used, or if no optimizer step of this run starts after
-            exactly these samples.
+        ValueError: If it is unknown which samples have been used, if the sampler has changed, or if no optimizer step
+            of this run starts after exactly these samples.
     """
     before = (
         None if loaders is None else _only([order and ReplicaOrder(**order) for order in loaders.get("orders", ())])

@@ -1,4 +1,9 @@
-"""Heartbeats: each rank writes its record at intervals, and rank 0 finds the ranks that have stopped."""
+"""Heartbeats: each rank writes its record at intervals, and rank 0 finds the ranks that have stopped.
+
+`RankWatch` calls :meth:`Heartbeats.look` at each look, and the judge compares the ages with the timeout. A closed
+connection shows most failures at once, but a stopped process or a dead node closes none. Not every rank reads all
+records, because the store must serve thousands of ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,10 @@ class Heartbeats:
     A rank closes no connection if its process is stopped, or its node is cut off or without power. But it stops
     writing::
 
-        every rank   writes its record every two seconds, with its place for the report     one message
-        rank 0       reads all records every two seconds                                    one message
+        every rank   writes its record every two seconds (1), with its place for the report one message
+        rank 0       reads all records every two seconds (1)                                one message
         last rank    reads the record of rank 0, from another node if there are several     one message
+        (1) or six times within the timeout, if that is more often
 
     The watcher's thread writes heartbeats while the rank computes, waits, validates or saves. A working rank is silent
     only if it never lets other threads of Python run. A rank that is cut off cannot reach the store, and detects that
@@ -33,11 +39,11 @@ class Heartbeats:
 
     Args:
         board: The board, over the watcher's client of the store.
-        seconds: The timeout.
-        place: Returns the place of this rank in the run.
+        seconds: The timeout, in seconds.
+        place: Returns the place of this rank in the run, as text.
 
     Attributes:
-        seconds: The timeout.
+        seconds: The timeout, in seconds.
     """
 
     def __init__(self, board: Board, *, seconds: float, place: Callable[[], str]) -> None:
@@ -53,7 +59,12 @@ class Heartbeats:
         self._seen: dict[int, tuple[Record, float]] = {}  # the last record, and the time when it was first read
 
     def look(self) -> dict[int, float]:
-        """Write a heartbeat if it is due, and return the ages in seconds of the records that this rank watches."""
+        """Write a heartbeat if it is due, and return the ages of the records that this rank watches.
+
+        Returns:
+            The seconds since each record last changed, by rank: all other ranks on rank 0, rank 0 on the last rank, and
+            empty on other ranks. Finished ranks are included.
+        """
         now = time.monotonic()
         if now > self._looked + _SLEPT:  # no heartbeat could be read meanwhile
             self._seen = {rank: (record, since + now - self._looked) for rank, (record, since) in self._seen.items()}

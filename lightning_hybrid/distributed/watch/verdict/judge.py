@@ -1,4 +1,8 @@
-"""The judge: a pure function that returns the reason why a run cannot continue, from the records of all ranks."""
+"""The judge: a pure function that returns the reason why a run cannot continue, from the records of all ranks.
+
+`RankWatch` collects a :class:`Sight` at each look, and ends the run if :func:`judge` returns a verdict that ends it. As
+the function reads and writes nothing, tests can cover each failure without processes.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,17 @@ class Sight:
 
     Attributes:
         size: The number of ranks.
-        records: The records that it has read.
-        hosts: The known hosts of ranks.
-        gone: The ranks whose processes have ended.
+        records: The records that it has read, by rank; only the records of ranks that it must judge.
+        hosts: The known hosts of ranks, by rank.
+        gone: The ranks that have gone: their processes have ended, or they have not answered two calls.
         finished: The ranks that have finished the run.
         ages: The seconds since the last heartbeat of each rank that this rank watches.
-        heartbeat_timeout: The age from which a rank is silent.
-        suspects: The stamps and renewals of the records of ranks suspected of a deadlock, from the last look.
+        heartbeat_timeout: The age in seconds from which a rank is silent.
+        suspects: (stamp, renewals) of the records of ranks suspected of a deadlock, from an earlier look, by rank.
         is_terminating: If True, a rank has received SIGTERM.
         waits_for_finished: If True, this rank has waited for long, and it is not known for what.
-        answers: The answers of all ranks to a call for positions; empty unless this rank judges them.
+        answers: The answers of all ranks to a call for positions, in the order of the ranks; empty unless this rank
+            judges them.
     """
 
     size: int
@@ -63,7 +68,8 @@ class Verdict(NamedTuple):
         text: The reason why the run cannot continue, for the user.
         details: Additional lines that the judge prints.
         suspects: The value of :attr:`Sight.suspects` for the next look.
-        exception: The name of the exception that the ranks raise.
+        exception: The name of the exception that the ranks raise: ``"RuntimeError"``, ``"ValueError"`` or
+            ``"TypeError"``.
     """
 
     kind: str
@@ -83,15 +89,16 @@ def judge(sight: Sight) -> Verdict | None:
 
     ::
 
-        dead           the process of a rank has ended before its run
+        dead           the process of a rank has ended before its run, or its watcher does not answer
         silent         a rank has sent no heartbeat within the timeout
         deadlocked     ranks wait for each other (`find_deadlock`), and all of them still do at a later look
         stuck          after SIGTERM no rank moves, because some ranks are in the user's code
         finished       this rank waits, and another rank has finished the run
         stalled        nothing has finished for long, and the answers of all ranks show which rank is waited for
 
-    With two kinds of verdict, the run continues: ``suspected`` (ranks may be deadlocked or stuck) and ``busy`` (nothing
-    has finished for long, but the rank that the others wait for works).
+    `DesyncWatch` makes verdicts of another kind, ``desynchronized``. With two kinds of verdict, the run continues:
+    ``suspected`` (ranks may be deadlocked or stuck) and ``busy`` (nothing has finished for long, but the rank that the
+    others wait for works).
 
     Args:
         sight: The facts that this rank knows. A rank reads only the records that it must judge.

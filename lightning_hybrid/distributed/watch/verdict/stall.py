@@ -1,4 +1,10 @@
-"""The search for a stall: if nothing finishes on a rank for long, the positions of all ranks are requested."""
+"""The search for a stall: if nothing finishes on a rank for long, the positions of all ranks are requested.
+
+`RunWatch` makes a :class:`StallWatch` if the stall timeout is enabled, and `RankWatch` calls it at each look.
+`find_deadlock` finds only waits that can never end, by records. A stall has other causes too, such as a data loader
+that hangs on one rank, so the code of every rank must be inspected. The *position* of a rank in its work consists of
+its batch, and of its action and pending messages in the schedule.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,7 @@ class Position:
     """The position of a rank in its work.
 
     Attributes:
-        progress: A value that changes when something finishes.
+        progress: A value that changes when something finishes; it is compared only by ``==``.
         batch: The loop and the number of the batch.
         action: The action of the schedule with its stage; empty outside of a schedule.
         last: The actions before it, the latest one last.
@@ -61,7 +67,7 @@ class StallWatch:
     Args:
         board: The board, over the watcher's client of the store.
         timeout: The seconds without progress after which a run counts as stalled.
-        position: Returns the position of this rank.
+        position: Returns the position of this rank. It is called on the watcher's thread.
         patience: The seconds for other watchers to answer; by default an eighth of ``timeout``, but at least 5 s.
 
     Attributes:
@@ -86,7 +92,7 @@ class StallWatch:
         self._computed = self._seconds_computed()
 
     def look(self) -> None:
-        """Track the progress of this rank, and call for answers if it has waited too long."""
+        """Track the progress of this rank, and call for answers if it has waited too long. The watcher calls this."""
         now, stack = time.monotonic(), read_stack(self._watched)
         position = self._read_position()
         if position is not None:

@@ -1,4 +1,8 @@
-"""The answers of ranks to a call for positions: they show which rank the others wait for, as a text and as a table."""
+"""The answers of ranks to a call for positions: they show which rank the others wait for, as a text and as a table.
+
+The judge calls these functions for a stall. They need only the answers of all ranks, and not the store or a thread, so
+they are separate from `stall`. The *culprits* are the ranks that the others wait for.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,12 @@ def find_culprits(answers: Sequence[Answer]) -> list[int]:
 
 
 def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
-    """Return the text of a stall: which ranks the others wait for, and what these ranks do."""
+    """Return the text of a stall, with the ranks that the others wait for, and their states.
+
+    Args:
+        answers: The answers of all ranks, in the order of the ranks.
+        culprits: The result of :func:`find_culprits`; empty if all ranks wait at the same point.
+    """
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
@@ -61,7 +70,12 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
 
 
 def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
-    """Return a table of all ranks, the culprits first. Ranks at the same place share a row."""
+    """Return a table of all ranks, the culprits first. Ranks at the same place are in the same row.
+
+    Args:
+        answers: The answers of all ranks, in the order of the ranks.
+        culprits: The result of :func:`find_culprits`.
+    """
     rows: dict[tuple[Any, ...], list[Answer]] = {}
     for answer in sorted(answers, key=lambda answer: (answer.rank not in culprits, answer.rank)):
         rows.setdefault(_row(answer), []).append(answer)

@@ -1,4 +1,9 @@
-"""A search for ranks that wait for each other forever: which rank waits for which, and if any of them can continue."""
+"""A search for ranks that wait for each other forever: which rank waits for which, and if any of them can continue.
+
+The judge calls :func:`find_deadlock` with the waits that watchers have written into records. A timeout would also end a
+deadlock, but only after minutes, and without the calls that differ. *Collective 57* is the 57th collective of its
+group, counted on each rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,8 @@ def find_deadlock(waiting: Mapping[int, Waiting]) -> tuple[set[int], str] | None
     network. A collective never ends if its kind is not the same on all of its ranks.
 
     Args:
-        waiting: The ranks that do not move, all at one moment. Other ranks may start anything at any time.
+        waiting: What each rank that does not move waits for, by rank, all at one moment. Other ranks may start anything
+            at any time.
 
     Returns:
         The ranks, and a text with their names, waits and places; ``None`` if no ranks wait for each other forever.

@@ -1,4 +1,9 @@
-"""The collectives and messages for which this rank waits, as its watcher finds them."""
+"""The collectives and messages for which this rank waits, as its watcher finds them.
+
+`RunWatch` makes :class:`Waits`, and `RankWatch` calls :meth:`Waits.look` on the watcher. The judge of the run reads the
+entries of all ranks, to find ranks that wait for each other. An *entry* is the value `waiting` in the record of a rank.
+Code could note its own waits, but collectives of torch and of the user would be missing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,8 @@ class Messages(NamedTuple):
     """The messages on the channels of this rank.
 
     Attributes:
-        awaited: (channel, global rank of the sender, number) of the message that this rank waits for, if any.
+        awaited: (channel, global rank that must act, number) of the message that this rank waits for, if any; see
+            :attr:`Waiting.message`.
         sent: The number of messages that this rank has sent, by channel. A note that it is ready to receive counts too.
     """
 
@@ -33,7 +39,7 @@ class Meeting(NamedTuple):
     Attributes:
         name: The name of the comparison.
         ranks: The global ranks.
-        number: The number of the event that this rank has reached.
+        number: The number of the last event that this rank has reached.
         place: The place where this rank waits for the others; empty if it does not wait.
         since: The time since which it waits, by `time.monotonic`.
     """
@@ -62,7 +68,8 @@ class Waits:
         messages: Returns the messages that this rank has sent, and the message that it waits for.
         state: Returns the state of the Trainer.
         meetings: Returns the meetings of this rank with other ranks.
-        since: The last collective before the groups of this run were made.
+        since: The number of the last collective before the groups of this run were made, see
+            :func:`~.flight_recorder.read_collectives`.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Waits:
         return Waiting(started=started, sent=self._messages().sent, state=self._state(), finished=True)
 
     def look(self, seconds_terminating: float | None) -> None:
-        """Write what this rank waits for, if anything.
+        """Write what this rank waits for, if anything. The watcher calls this.
 
         Args:
             seconds_terminating: The seconds since a rank received SIGTERM; ``None`` if no rank has.

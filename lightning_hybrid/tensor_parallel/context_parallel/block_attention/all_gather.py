@@ -1,6 +1,8 @@
-"""Causal attention from a shard's queries to gathered keys, in blocks.
+"""Causal attention from a shard's queries to gathered keys, in blocks, on CPUs.
 
-::
+`attention.Region` calls :func:`causal_attention` for ``context_parallel="all_gather"`` if torch has a fused kernel for
+the CPU. There, torch would create a mask of all scores for queries that are not at the first positions. Other devices
+use `causal_lower_right`. The keys are gathered before, so nothing is communicated here::
 
     keys              before the piece     of the piece itself
     a piece           all are visible      as in one process       no mask is created, and no hidden score is computed
@@ -37,6 +39,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[tuple[int
         v: Shape (batch, heads, length of the sequence, features); it may have fewer heads.
         pieces: The first position and the length of each piece of the queries.
         scale: The factor of the scores.
+
+    Returns:
+        The output for the queries, in the shape of `q` with the features of `v`.
     """
     q, k, v = for_kernels(q, k, v)
     with without_autocast(q.device.type):

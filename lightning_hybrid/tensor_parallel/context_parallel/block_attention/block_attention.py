@@ -1,6 +1,7 @@
 """Attention to a block of keys, and the merge with attention to other blocks.
 
-::
+`ring` and `all_gather` compute attention block by block, because a rank does not have all keys at once, or must not
+store all scores. `F.scaled_dot_product_attention` does not return the logsumexp, which a merge needs::
 
     forward      out = softmax(scores) v, logsumexp = log(sum(exp(scores)))        for the keys of one block
     merge        each out with the weight exp(logsumexp)                           for the keys of both blocks
@@ -42,11 +43,12 @@ class Block(NamedTuple):
         q: Shape (batch, heads, queries, features).
         k: Shape (batch, heads, keys, features). With fewer heads than the queries, each head serves a group of them.
         v: Shape (batch, heads, keys, features), with as many heads as `k`.
-        mask: The mask of these queries and keys: boolean, or added to the scores.
+        mask: The mask of these queries and keys, broadcast to (batch, heads, queries, keys): boolean (True for visible
+            keys), or added to the scores; ``None`` without a mask.
         is_causal: True if a query sees no later key. There are then as many keys as queries.
         scale: The factor of the scores.
         dropout: The fraction of the weights that is dropped.
-        seed: The seed of dropout.
+        seed: The seed of dropout. The same seed in backward drops the same weights.
     """
 
     q: Tensor
@@ -60,7 +62,10 @@ class Block(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a block. Only `Products` computes the gradient of a mask, if the mask is added to the scores."""
+    """The gradients of a block. Only `Products` computes the gradient of a mask, if the mask is added to the scores.
+
+    Otherwise the gradient of the mask is ``None``.
+    """
 
     q: Tensor
     k: Tensor
@@ -92,6 +97,9 @@ class Kernel(Protocol):
             gradient: The gradient for the merged output of all blocks of these queries.
             out: The merged output.
             logsumexp: The merged logsumexp, in at least float32; infinity for queries that see no key in any block.
+
+        Returns:
+            The gradients of this block, to be added to the gradients of other blocks.
         """
 
 
@@ -99,6 +107,8 @@ def find_kernel(
     q: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, learns_mask: bool = False
 ) -> type[Kernel]:
     """Return the kernel for blocks with these tensors.
+
+    A fused kernel is compared with `Products` at the first call for each device, dtype and number of features.
 
     Args:
         q: The queries.
@@ -126,7 +136,10 @@ def for_kernels(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def bounded(mask: Tensor) -> Tensor:
-    """Clamp a numeric mask to `_LEAST`, because padding may have the lowest value of its dtype. Keep minus infinity."""
+    """Clamp a numeric mask to `_LEAST`, because padding may have the lowest value of its dtype. Keep minus infinity.
+
+    Boolean masks are returned unchanged.
+    """
     if mask.dtype == torch.bool:
         return mask
     return mask.clamp(min=_LEAST).masked_fill_(mask == _NONE_SEEN, _NONE_SEEN)

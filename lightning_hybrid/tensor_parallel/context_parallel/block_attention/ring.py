@@ -8,6 +8,9 @@ r"""Ring attention: blocks of keys and values are sent from rank to rank, and ea
     rank 2      k2      k1      k0      k3
     rank 3      k3      k2      k1      k0
 
+`attention.Region` calls :func:`ring_attention` in each attention of a layer for ``context_parallel="ring"``. A rank
+stores the keys of two ranks at a time, and not of all ranks as with ``"all_gather"``.
+
 In backward, blocks are sent around once more, together with the gradients of their keys and values, which return to
 their rank at the end. Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 2023, https://arxiv.org/abs/2310.01889.
@@ -82,7 +85,7 @@ class Ring(NamedTuple):
         return Block(q, k, v, mask, is_causal, self.scale, self.dropout, derive_seed(self.seed, rank))
 
     def part(self, mask: Tensor, rank: int) -> Tensor:
-        """Return the part of a full mask for this rank's queries and a rank's keys."""
+        """Return the part of a full mask for this rank's queries and a rank's keys. Dimensions of size 1 are kept."""
         total = self.shares.total
         if mask.ndim > 1 and mask.shape[-2] == total:
             mask = self.shares.own(mask, -2)
@@ -95,7 +98,9 @@ class Ring(NamedTuple):
         return torch.autograd.grad(self.part(whole, rank), whole, of_part)[0]
 
     def rotate(self, block: Tensor, step: int) -> tuple[Tensor, list[dist.Work]]:
-        """Send a block to the next rank, and receive the block of the previous rank.
+        """Start to send a block to the next rank, and to receive the block of the previous rank.
+
+        All ranks must call it. The block must not change before the works are done.
 
         Args:
             block: Shape (..., length of its shard, features).
@@ -116,15 +121,18 @@ class Ring(NamedTuple):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
-    """Compute attention from this rank's queries to the keys of all ranks.
+    """Compute attention from this rank's queries to the keys of all ranks. All ranks must call it.
 
     Args:
         q: Shape (batch, heads, length of the shard, features).
         k: Shape (batch, heads, length of the shard, features). With fewer heads than `q`, each head serves a group of
             them.
         v: Shape (batch, heads, length of the shard, features), with as many heads as `k`.
-        mask: The mask of the full sequence: boolean, or added to the scores.
+        mask: The mask of the full sequence: boolean (True for visible keys), or added to the scores; or ``None``.
         ring: The other arguments.
+
+    Returns:
+        The output for this rank's queries, in the shape of `q` with the features of `v`.
     """
     q, k, v, mask = cast_by_autocast(q, k, v, mask)
     q, k, v = for_kernels(q, k, v)
