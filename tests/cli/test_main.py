@@ -536,7 +536,7 @@ def test_plan_compares_the_bytes_between_nodes_of_all_orders_of_axes(capsys: pyt
 
 
 def test_plan_with_context_parallelism_knows_the_bytes_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(DEMO.parent / "gpt_hybrid.yaml"), "--trainer.devices", "4", "--trainer.num_nodes", "2"]
+    words = ["--config", str(ROOT / "configs" / "gpt_hybrid.yaml"), "--trainer.devices=4", "--trainer.num_nodes=2"]
     words += ["--trainer.strategy.init_args.tensor_parallel_size=1"]
     main(["plan", "--json", *words, "--trainer.strategy.init_args.context_parallel_size=2"])
     assert json.loads(capsys.readouterr().out)["between_nodes"]["bytes"] > 0
