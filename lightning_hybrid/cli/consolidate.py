@@ -4,7 +4,7 @@ The command ``consolidate`` first creates the file with room for every tensor. I
 other through a memory map, so a checkpoint may be larger than the memory of the node::
 
     .metadata, meta.pt ------> names, shapes, values of meta.pt --.
-    __0_0.distcp, ... --.----> plain values of optimizers --------+--> the file, in which other tensors have no values
+    __0_0.distcp, ... --.----> values other than tensors ---------+--> the file, in which other tensors have no values
                         `----> one tensor after the other ------------> the same file, mapped
 
 The commands ``inspect`` and ``export`` read the content of a directory with :func:`read_outline`, too.
@@ -142,8 +142,9 @@ def consolidate(
 ) -> None:
     """Write the checkpoint of a directory as one file, which appears when it is complete.
 
-    This needs no process group and no class of the module. Memory holds one of the tensors in ``.distcp`` files at a
-    time. Other objects are unpickled, which can run code in the checkpoint.
+    This needs no process group, and does not create the module. Memory holds one of the tensors in ``.distcp`` files at
+    a time. Other objects, such as hyperparameters, are unpickled: their classes must be importable, and the checkpoint
+    can run code.
 
     Args:
         path: A directory of this package, or of Lightning's FSDP or ModelParallel strategy.

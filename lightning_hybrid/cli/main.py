@@ -48,8 +48,9 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
         data: The class path of the data for these commands, in the same case.
 
     Raises:
-        SystemExit: With 2 if the command or its arguments are wrong, with 0 after the help of a command, and with 141
-            if the reader of the output has closed the pipe.
+        SystemExit: With 2 if the command is missing or unknown, if its arguments are wrong, or if it cannot do its
+            work; with 0 after the help of a command; with 0 or 1 as the result of ``check``; and with 141 if the reader
+            of the output has closed the pipe.
     """
     # Configurations contain classes of the user's project, which is usually in the working directory.
     if str(Path.cwd()) not in sys.path:

@@ -1,8 +1,8 @@
 """A layout as arguments of `HybridStrategy`, and as text.
 
 `choose_layout` returns and logs the chosen layout with these functions, and ``lightning-hybrid suggest`` prints layouts
-as YAML and as tables. Arguments are *by name* in this file: a dictionary whose keys have a dot for a part of a group,
-such as ``"tuning.extra_in_flight"``.
+as YAML and as tables. Some arguments of `HybridStrategy` are groups of several arguments, such as ``tuning``. Arguments
+*by name* are a flat dictionary, in which a part of a group has the key ``"tuning.extra_in_flight"``, for example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALWAYS = (*(axis.argument for axis in ALWAYS), "num_microbatches")
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """Return the arguments of `HybridStrategy` for a layout, by name, without default values.
+    """Return the arguments of `HybridStrategy` for a layout, by name, without values of `USUAL`.
 
     The sizes of the axes that every layout has and the number of microbatches are always included.
     """
@@ -69,7 +69,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
 
 
 def in_words(layout: Layout) -> str:
-    """Return a layout as text, such as ``tensor 2 x pipeline 2, 1f1b, 4 microbatches``, without defaults."""
+    """Return a layout as text, without axes of size 1: for example ``tensor 2 x pipeline 2, 1f1b, 4 microbatches``."""
     sizes = asdict(layout.sizes)
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
     if layout.tensor_mode != "1d":
@@ -93,7 +93,7 @@ def mode_text(layout: Layout) -> str:
 
 
 def schedule_text(layout: Layout) -> str:
-    """Return the schedule, the chunks of a rank and the extra microbatches in flight as text."""
+    """Return the schedule, the chunks of a rank and the extra microbatches in flight; ``-`` without a pipeline."""
     if layout.pipeline == 1:
         return "-"
     chunks = f" x {layout.num_chunks}" if layout.num_chunks > 1 else ""
@@ -102,7 +102,7 @@ def schedule_text(layout: Layout) -> str:
 
 
 def recompute_text(layout: Layout) -> str:
-    """Return the recomputed layers as text."""
+    """Return which layers are recomputed: ``all``, ``no``, or the number of layers of each stage, for example."""
     if isinstance(layout.recompute, bool):
         return "all" if layout.recompute else "no"
     return layout.recompute if isinstance(layout.recompute, str) else f"layers {','.join(map(str, layout.recompute))}"

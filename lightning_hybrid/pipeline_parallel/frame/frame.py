@@ -2,7 +2,8 @@
 
 A *unit* is a module that runs on exactly one stage; all other code of the step and of the model is code *around* the
 units. A *trace* runs the step with fake tensors (tensors without values) to record its calls. A *plan* tells each stage
-which calls to make, and which tensors to send.
+which calls to make, and which tensors to send. A *mode* (`StepMode`) receives the calls while a step is traced or runs.
+A tensor is *absent* in a trace if only some stages will have its values.
 
 `FrameProgram`, the step program of models whose layers any code may call, makes one :class:`FrameCut` for each run of
 the trainer and uses it in each training and evaluation step::
@@ -13,9 +14,9 @@ the trainer and uses it in each training and evaluation step::
         cut.run_in_lockstep(...)           instead, for evaluation steps that cannot be traced
 
 `tuning.dry_run` uses one to find the stages of parameters in a single process. `ChainUse` and `ChainCalls` in
-`pipeline_parallel.chain` are subclasses that only trace. A model that is an `nn.Sequential` called once in a step needs
-no plan (`BodyCut`). Other models call layers in loops, with several arguments, and use tensors around the layers.
-Without this file, users would have to rewrite them as a sequence of stages.
+`pipeline_parallel.chain` are subclasses that only trace. Layers of one `nn.Sequential` that a step calls once, as a
+whole, need no plan (`BodyCut`). Other models call layers in loops, with several arguments, and use tensors around the
+layers. Without this file, users would have to rewrite them as a sequence of stages.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class FrameCut:
             a step was traced.
     """
 
-    # Settings of traces, which subclasses switch off: `tries_zeros` of :class:`Discovery`, and the use of `escaped`.
+    # Settings of traces, which subclasses can switch off: `tries_zeros` of :class:`Discovery`; and if hooks that have
+    # kept tensors of units are called as code around the units.
     _tries_zeros = _taps_hooks = True
 
     def __init__(
@@ -167,7 +169,7 @@ class FrameCut:
         self._device = device
         self._remembers, self.num_followed = remembers, 0
         self._plans: dict[Hashable, list[FramePlan]] = {}
-        self._graphs: dict[Hashable, list[Graph]] = {}  # of plans for earlier stages of parameters
+        self._graphs: dict[Hashable, list[Graph]] = {}  # of plans that `place_parameters` has forgotten
         self.holders = holders
         self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
@@ -176,14 +178,14 @@ class FrameCut:
         self._states: StatesOfStages | None = None  # of the running step, if a rank has several stages
         self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the running step repeats
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
-        self._free = set[nn.Module]()  # modules that need values, without units after them
+        self._free = set[nn.Module]()  # modules that need values and cannot become units
 
     @contextmanager
     def __call__(self, *, repeats: bool = True) -> Iterator[None]:
         """Redirect calls of units and of leaf modules to this object while entered.
 
         The context is entered once for each batch. While entered, `forward` of these modules is replaced. Results of
-        invariant calls and states of stages are kept until it ends.
+        invariant calls (equal for all microbatches) and states of stages are kept until it ends.
 
         Args:
             repeats: True if the user's step runs several times, once for each microbatch.
@@ -229,7 +231,8 @@ class FrameCut:
 
         Args:
             module: A unit or a leaf module.
-            call: Makes a call; it takes the mode, the `forward` of the module, the arguments and the keyword arguments.
+            call: Makes a call; it takes the mode, a function that runs the module (its `forward` or its compiled
+                call), the arguments and the keyword arguments.
         """
         before, compiled = vars(module).get("forward"), vars(module).get(COMPILED_CALL)
         hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
@@ -272,7 +275,7 @@ class FrameCut:
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
         """Set the stages of the parameters outside the units, and forget the plans.
 
-        It is called once the first training batch has shown which stages use the parameters. The graphs of known steps
+        It is called after the first training batch has shown which stages use the parameters. The graphs of known steps
         are kept, so that :meth:`find_plan` can plan these steps again without a trace.
 
         Args:
@@ -302,7 +305,7 @@ class FrameCut:
             for part in self._module.modules():
                 for parameter in part.parameters(recurse=False):
                     known = stages.setdefault(id(parameter), set())
-                    if id(part) not in of_unit:  # tied to a layer: see `holders`
+                    if id(part) not in of_unit:  # outside the layers: see `holders`
                         stages[id(parameter)] = None
                     elif known is not None:
                         known.add(of_unit[id(part)])
@@ -355,8 +358,8 @@ class FrameCut:
             arguments: The arguments of the step.
             seed: Seeds the generators for the call with a number.
             before: Called before the step is traced.
-            choice: The number of a plan, or ``FOLLOW`` to trace the step; equal on every rank. ``None`` to search for a
-                plan that fits.
+            choice: The number of a plan, or `path_change.FOLLOW` to trace the step; equal on every rank. ``None`` to
+                search for a plan that fits.
 
         Raises:
             WrongUseError: If the step cannot be split into stages, or if ranks make different calls.
@@ -536,8 +539,9 @@ class FrameCut:
         - If the step writes absent tensors into tensors of the module, the next trace treats these as absent from the
           start.
         - If hooks inside units have kept tensors, the next trace calls these hooks as code around the units.
-        - If no unit is called after the first function whose result shapes depend on lengths, the next trace ends at
-          this function. The last stage then runs the function with any lengths, and one plan is enough.
+        - If no unit is called after the first function whose result shapes depend on values, such as the
+          lengths of sequences, the next trace ends at this function. The last stage then runs the function with any
+          lengths, and one plan is enough.
         - If the step has created tensors for later steps, the next trace has these tensors.
 
         Raises:
@@ -833,7 +837,7 @@ class FrameCut:
         plain: Callable[[Any], Any],
         is_tensor_parallel: bool,
     ) -> Any:
-        """Run an evaluation step on all stages at once, and return its result on every rank; see :class:`Lockstep`.
+        """Run an evaluation step in lockstep, and return its result on every rank; see :class:`Lockstep`.
 
         This is a collective operation of the model group. The caller switches gradients off.
 

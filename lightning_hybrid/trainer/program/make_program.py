@@ -1,8 +1,9 @@
 """The choice of the step program of a run, and the search for uses of parameters in a single process.
 
-`Run` calls :func:`make_program` once. `DryRun`, which estimates memory without other ranks, calls :func:`find_uses` to
-place parameters outside the layers on the same stages as a run does. The two functions are in one module, because both
-choose between a *chain* (an `nn.Sequential` that the step calls once, as a whole) and layers that any code may call.
+`Run` calls :func:`make_program` once, unless the run needs no step program: with one stage, one microbatch and nothing
+sharded. `DryRun`, which estimates memory without other ranks, calls :func:`find_uses` to place parameters outside the
+layers on the same stages as a run does. The two functions are in one module, because both choose between a *chain* (an
+`nn.Sequential` that a step should call once, as a whole) and layers that any code may call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_program(
         context: The state that steps share.
         body: The layers that are divided into stages; ``None`` if there is one stage.
         grad_sync: The gradient synchronization.
-        num_microbatches: The requested number of microbatches of an evaluation step; used only for a chain.
+        num_microbatches: `HybridStrategy(num_microbatches=...)`. Evaluation steps with a chain use it.
         frees_early: True if ZeRO stage 3 frees the full parameters of a layer after each call.
         can_open: True if the tensor-parallel plan allows that the layers of a chain are called one by one.
     """
