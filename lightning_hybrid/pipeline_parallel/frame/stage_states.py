@@ -112,8 +112,7 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
     """
     found: dict[int, list[str]] = {}
     for path, owner in owners.items() if ids else ():
-        buffers = owner._buffers.items() if isinstance(owner, nn.Module) else ()
-        for name, value in (*_attributes(owner), *buffers):
+        for _, name, value in _entries(owner):
             for inner in _inside(value):
                 if id(inner) in ids:
                     found.setdefault(id(inner), []).append(join_names(path, name))
@@ -122,14 +121,14 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
 
 def held_tensors(owners: Iterable[Any]) -> list[Tensor]:
     """Return the tensors in the attributes and buffers of modules and objects, also inside containers."""
-    values = (value for owner in owners for table in _own_tables(owner) for value in table.values())
+    values = (value for owner in owners for _, _, value in _entries(owner))
     return [inner for value in values for inner in _inside(value) if isinstance(inner, Tensor)]
 
 
 def replace_tensors(owners: Iterable[Any], replace: Callable[[Tensor], Tensor]) -> None:
     """Replace tensors in the attributes and buffers of modules and objects, also inside containers, in place.
 
-    Entries of sets stay.
+    Entries of sets are not replaced.
 
     Args:
         owners: The modules and objects.
@@ -138,33 +137,34 @@ def replace_tensors(owners: Iterable[Any], replace: Callable[[Tensor], Tensor]) 
     seen = set[int]()
 
     def replaced(value: Any) -> Any:
+        kind = type(value)
         if isinstance(value, Tensor):
             return replace(value)
-        if isinstance(value, tuple):
+        if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             entries = [replaced(entry) for entry in value]
             if any(map(operator.is_not, entries, value)):
-                return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-        elif type(value) in CONTAINERS and not isinstance(value, set) and id(value) not in seen:
+                return tuple(entries) if kind is tuple else kind(*entries)
+        elif kind in CONTAINERS and not isinstance(value, set) and id(value) not in seen:
             seen.add(id(value))
-            for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                new = replaced(entry)
-                if new is not entry:
-                    value[key] = new
+            put(value, value.items() if isinstance(value, dict) else enumerate(value))
         return value
 
+    def put(container: Any, entries: Iterable[tuple[Any, Any]]) -> None:
+        for key, entry in list(entries):
+            new = replaced(entry)
+            if new is not entry:
+                container[key] = new
+
     for owner in owners:
-        for table in _own_tables(owner):
-            for name, value in table.items():
-                new = replaced(value)
-                if new is not value:
-                    tables = tables_of(owner)
-                    (tables[-1] if name in tables[-1] else tables[0])[name] = new
+        for table, name, value in _entries(owner):
+            put(table, [(name, value)])
 
 
-def _own_tables(owner: Any) -> list[dict[str, Any]]:
-    """Return the attributes of a module or an object, and the buffers of a module, in new dictionaries."""
-    buffers = [dict(owner._buffers)] if isinstance(owner, nn.Module) else []
-    return [dict(_attributes(owner)), *buffers]
+def _entries(owner: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the attributes and buffers of a module, or the attributes of an object: table, name and value."""
+    attributes = [(vars(owner), *entry) for entry in _attributes(owner)]
+    buffers = owner._buffers.items() if isinstance(owner, nn.Module) else ()
+    return attributes + [(owner._buffers, *entry) for entry in buffers]
 
 
 def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
