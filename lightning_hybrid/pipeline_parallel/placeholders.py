@@ -271,7 +271,7 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
     """Replace the parameters and buffers of other stages by placeholders. Names, order and ties do not change.
 
     Existing placeholders stay, also if this rank now holds their tensors. The module gets a hook so that it can load
-    full state dicts. There is no communication.
+    full state dicts. This rank does not communicate with other ranks.
 
     Args:
         module: The user's module, or a copy of it in a callback.

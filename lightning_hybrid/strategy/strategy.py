@@ -357,7 +357,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def in_step(self) -> bool:
-        """True while a step of the module runs, if the step does not run on every rank."""
+        """True while a step runs that is split into several stages, so that ranks do not run the same code."""
         context = None if self._run is None else self._run.context
         return context is not None and context.in_step
 
@@ -640,7 +640,10 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of a training batch and, with a pipeline, also the backward pass."""
+        """Run the forward pass of a training batch.
+
+        If the step is cut into stages or microbatches, or its loss is weighted, also run the backward pass.
+        """
         run, trainer = self.run, self._module.trainer
         self.world.streams.end_hooks()
         run.grad_sync.broadcast_buffers()
@@ -665,7 +668,7 @@ class HybridStrategy(ReplicaCollectives):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward and average the gradients.
 
-        With a pipeline, `training_step` has already done this, so this method only runs hooks.
+        If `training_step` has already run the backward pass, only run hooks.
         """
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
@@ -894,7 +897,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0, and an empty state dict on all other ranks.
+        """Return the full state dict on rank 0. Other ranks return an empty one, unless they have the full model.
 
         If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
         """
@@ -1009,7 +1012,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0, and an empty optimizer state on all other ranks.
+        """Return the full state on rank 0. Other ranks return an empty one, unless they have the full model.
 
         If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
         """

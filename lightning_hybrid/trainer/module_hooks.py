@@ -33,7 +33,8 @@ class ModuleHooks(Protocol):
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
         """Return the weight of a microbatch's loss, such as the number of unmasked tokens in the microbatch.
 
-        Without this method, the weight is the number of samples in the microbatch. :func:`count_tokens` can create this
+        Without this method, the weight is the number of targets in the microbatch if the loss is recognized as a mean
+        over targets, such as tokens. Otherwise, it is the number of samples. :func:`count_tokens` can create this
         method.
 
         Args:
@@ -62,7 +63,7 @@ class ModuleHooks(Protocol):
         Returns:
             At least one microbatch. The hook must return the same number of microbatches on all ranks of a replica.
             :meth:`microbatch_weight` determines the weight of each microbatch. Without that method, the weight is the
-            number of samples or graphs in the microbatch.
+            number of targets, samples or graphs in the microbatch.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
@@ -155,7 +156,7 @@ class _TokenCount:
         """Return the value at the key, attribute or index.
 
         Raises:
-            WrongUseError: If there is no such value.
+            WrongUseError: If the microbatch has no value there.
         """
         if self.key is None:
             return microbatch

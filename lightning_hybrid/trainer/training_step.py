@@ -770,7 +770,7 @@ class UncutTrainingStep:
 
         Args:
             loss: The loss; ``None`` if this replica has none and only takes part in collectives.
-            run: Lightning's backward of a loss; ``None`` if there is no loss.
+            run: Lightning's backward of a loss; ``None`` if the step returned no loss.
             reduce: True to reduce gradients now, False to accumulate them.
 
         Returns:

@@ -46,7 +46,7 @@ def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
     Raises:
         ValueError, TypeError, TimeoutError, RuntimeError: See :meth:`ProcessCopy.result`.
         RuntimeError: If this system cannot copy a process.
-        OSError: If there is no memory for a copy now.
+        OSError: If the system has too little memory for a copy now.
     """
     return ProcessCopy(function, time_limit=time_limit).result()
 
@@ -63,7 +63,7 @@ class ProcessCopy(Generic[_T]):
 
     Raises:
         RuntimeError: If this system cannot copy a process.
-        OSError: If there is no memory for a copy now.
+        OSError: If the system has too little memory for a copy now.
     """
 
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:

@@ -1,7 +1,7 @@
 """The watch thread of a rank, from the creation of the store until the first run.
 
 `HybridStrategy` makes a :class:`StartWatch` as soon as the store of all ranks exists, before process groups do. `World`
-then passes it to `RunWatch`, which adds checks to the same thread. There is no single class, because a rank may also
+then passes it to `RunWatch`, which adds checks to the same thread. One class does not suffice, because a rank may also
 fail or hang while groups are made and the module is sharded, when no mesh exists yet.
 
 The *store* is torch's key-value store on the first node. The *watcher* is the watch thread. The *board* is the part of

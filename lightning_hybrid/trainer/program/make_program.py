@@ -87,8 +87,9 @@ def find_uses(
         around_discovery: Makes the context in which a step is traced.
 
     Raises:
-        NotFollowedError: If there is a chain, and the step cannot be traced.
-        Exception: If there is no chain, and the step cannot be traced: a `WrongUseError`, or the error of user code.
+        NotFollowedError: If the body is a chain, and the step cannot be traced.
+        Exception: If the body is not a chain, and the step cannot be traced: a `WrongUseError`, or the error of user
+            code.
     """
     host, seed = torch.device("cpu"), lambda number: None
     if body.chain is not None:
