@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, make_trainer, together, weights
+from tests.training_jobs import PP2, Regression, assert_same, make_trainer, together, train
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "project" / "bad-input.md"
@@ -83,10 +83,9 @@ class Odd(Regression):
 def trained(layout: Any, kinds: tuple[str, ...]) -> list[Any]:
     results = []
     for kind in kinds:
-        module, losses = Odd(), Losses()
         batches = [batch(kind, seed) for seed in range(3)]
-        make_trainer(layout, callbacks=[losses]).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        results.append((losses.values, {name: value.nan_to_num(123.0) for name, value in weights(module).items()}))
+        result = train(Odd(), layout, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        results.append((result.losses, {name: value.nan_to_num(123.0) for name, value in result.weights.items()}))
     return results
 
 
@@ -143,12 +142,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def looped(layout: Any) -> list[list[float]]:
-    found = []
-    for make in LOADERS.values():
-        losses = Losses()
-        make_trainer(layout, callbacks=[losses]).fit(Odd(), make())
-        found.append(losses.values)
-    return found
+    return [train(Odd(), layout, make()).losses for make in LOADERS.values()]
 
 
 def test_odd_loaders_train_as_in_one_process(ranks: Pools) -> None:

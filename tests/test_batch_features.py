@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid
 from tests.pool import Pools
-from tests.training_jobs import LAYOUTS, Losses, assert_same, make_trainer, plain, together, weights
+from tests.training_jobs import LAYOUTS, Result, assert_same, together, train
 
 WIDTH = 16
 
@@ -315,34 +315,25 @@ class ClassWeights(Blocks):
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
-def fitted(module: type[Blocks], layout: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Losses, logged values, weights, and the warnings about splitting."""
-    losses = Losses()
+def trained(module: type[Blocks], layout: Mapping[str, Any] | None) -> tuple[Result, list[str]]:
+    """Train, and return the warnings about splitting too."""
     data: Any = [module.batch(number) for number in range(4)]
-    trainer = make_trainer(layout, callbacks=[losses], max_epochs=2, log_every_n_steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = module()
-        trainer.fit(made, DataLoader(data, batch_size=None))
-    said = [text for text in (str(each.message) for each in caught) if "microbatch" in text]
-    return {
-        "losses": losses.values,
-        "logged": plain(trainer.callback_metrics),
-        "weights": weights(made),
-        "said": said,
-    }
+        result = train(module(), layout, DataLoader(data, batch_size=None), max_epochs=2, log_every_n_steps=1)
+    return result, [text for text in (str(each.message) for each in caught) if "microbatch" in text]
 
 
 def check(ranks: Pools, module: type[Blocks], name: str = "pp2") -> list[str]:
     """A module trains under a layout as in one process; what rank 0 has said."""
     size, _, layout = LAYOUTS[name]
-    expected = fitted(module, None)
-    results = ranks(size, lightning=True).run(fitted, module, layout)
-    assert_same(together([result["weights"] for result in results]), expected["weights"])
-    for result in results:
-        assert_same(result["losses"], expected["losses"])
-        assert_same(result["logged"], expected["logged"])
-    said: list[str] = results[0]["said"]
+    expected, _ = trained(module, None)
+    results = ranks(size, lightning=True).run(trained, module, layout)
+    assert_same(together([result.weights for result, _ in results]), expected.weights)
+    for result, _ in results:
+        assert_same(result.losses, expected.losses)
+        assert_same(result.metrics, expected.metrics)
+    said: list[str] = results[0][1]
     return said
 
 
@@ -418,7 +409,7 @@ class Picky(nn.Linear):
 def failed(module: type[Blocks], layout: Mapping[str, Any]) -> str:
     """What a run raises, with its notes."""
     try:
-        fitted(module, layout)
+        trained(module, layout)
     except Exception as error:
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     return "no error"

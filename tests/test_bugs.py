@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, Sampler
 from tests.pool import Pools
 from tests.training_jobs import (
     PP2,
-    Losses,
     Regression,
+    Result,
     assert_same,
     dataset,
     loader,
     make_trainer,
-    plain,
     together,
+    train,
     users_trainer,
     weights,
 )
@@ -37,19 +37,12 @@ Layout = Mapping[str, Any] | None
 TASKS = Path("/proc/self/task")
 
 
-def fitted(layout: Layout, module: Regression, *callbacks: Callback, **arguments: Any) -> tuple[list[float], Any]:
-    losses = Losses()
-    trainer = make_trainer(layout, callbacks=[*callbacks, losses], **arguments)
-    trainer.fit(module, loader())
-    return losses.values, weights(module)
-
-
 def check_fit(ranks: Pools, job: Any, layout: Layout = PP2) -> None:
     """`job(layout)` has the losses and weights of one process on two ranks."""
-    losses, expected = job(None)
+    expected = job(None)
     results = ranks(2, lightning=True).run(job, layout)
-    assert_same([result[0] for result in results], [losses, losses])
-    assert_same(together([result[1] for result in results]), expected)
+    assert_same([result.losses for result in results], [expected.losses] * 2)
+    assert_same(together([result.weights for result in results]), expected.weights)
 
 
 class Uneven(Regression):
@@ -70,8 +63,8 @@ class Uneven(Regression):
         return loss
 
 
-def with_uneven_parts(layout: Layout) -> tuple[list[float], Any]:
-    return fitted(layout, Uneven(), max_steps=4)
+def with_uneven_parts(layout: Layout) -> Result:
+    return train(Uneven(), layout, loader(), max_steps=4)
 
 
 def test_microbatches_of_the_users_own_count_by_their_samples(ranks: Pools) -> None:
@@ -99,8 +92,8 @@ class Masked(Regression):
         return nn.functional.mse_loss(self(x)[mask], y[mask])
 
 
-def with_empty_microbatches(layout: Layout) -> tuple[list[float], Any]:
-    return fitted(layout, Masked(), max_steps=4)
+def with_empty_microbatches(layout: Layout) -> Result:
+    return train(Masked(), layout, loader(), max_steps=4)
 
 
 def test_a_microbatch_that_counts_nothing_does_not_spoil_the_loss(ranks: Pools) -> None:
@@ -119,8 +112,8 @@ class WeighsLater(Masked):
         self.microbatch_weight = functools.partial(Masked.microbatch_weight, self)
 
 
-def weighted_later(layout: Layout) -> tuple[list[float], Any]:
-    return fitted(layout, WeighsLater(), max_steps=4)
+def weighted_later(layout: Layout) -> Result:
+    return train(WeighsLater(), layout, loader(), max_steps=4)
 
 
 def test_hooks_that_come_during_a_run_count(ranks: Pools) -> None:
@@ -133,9 +126,9 @@ class Normalized(Regression):
         self.body[4] = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)).double()
 
 
-def averaged_with_batch_norm(layout: Layout) -> tuple[list[float], Any]:
+def averaged_with_batch_norm(layout: Layout) -> Result:
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
-    return fitted(layout, Normalized(), averaging, max_epochs=3)
+    return train(Normalized(), layout, loader(), callbacks=[averaging], max_epochs=3)
 
 
 @pytest.mark.rows(35)
@@ -153,8 +146,9 @@ class Backbone(Regression):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def finetuned(layout: Layout) -> tuple[list[float], Any]:
-    return fitted(layout, Backbone(), BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01), max_epochs=3)
+def finetuned(layout: Layout) -> Result:
+    finetuning = BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01)
+    return train(Backbone(), layout, loader(), callbacks=[finetuning], max_epochs=3)
 
 
 @pytest.mark.rows(36)
@@ -223,7 +217,7 @@ class Peeking(Callback):
 
 def peeked(layout: Layout) -> str:
     with pytest.raises(ValueError, match="layer") as caught:
-        fitted(layout, Regression(), Peeking())
+        train(Regression(), layout, loader(), callbacks=[Peeking()])
     return str(caught.value)
 
 
@@ -278,7 +272,7 @@ class MixUp(Callback):
 
 def mixed(layout: Layout) -> Any:
     mix, state = MixUp(), torch.random.get_rng_state()
-    losses, _ = fitted(layout, Regression(), mix, max_steps=3)
+    losses = train(Regression(), layout, loader(), callbacks=[mix], max_steps=3).losses
     return losses, mix.drawn, torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -292,7 +286,7 @@ def test_a_callback_that_mixes_samples_draws_the_same_on_every_stage(ranks: Pool
 def trained_again_and_again(layout: Layout) -> list[tuple[int, int]]:
     used = []
     for _ in range(3):
-        fitted(layout, Regression(), max_steps=1)
+        make_trainer(layout, max_steps=1).fit(Regression(), loader())
         time.sleep(0.1)  # the system counts a thread for a moment after it has been joined
         used.append((len(list(TASKS.iterdir())), len(list(Path("/proc/self/fd").iterdir()))))
     return used
@@ -330,7 +324,7 @@ class NormInStep(Regression):
 
 def norm_refused(layout: Layout) -> str:
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        fitted(layout, NormInStep(), max_steps=1)
+        train(NormInStep(), layout, loader(), max_steps=1)
     return str(caught.value)
 
 
@@ -367,9 +361,8 @@ def test_norms_can_be_logged_in_hooks(ranks: Pools) -> None:
 
 def followed(layout: Layout, module: Regression, batches: Any = None, **arguments: Any) -> Any:
     """What is logged, how many steps there were, and what the module has seen."""
-    trainer = make_trainer(layout, log_every_n_steps=1, **arguments)
-    trainer.fit(module, *(batches or (loader(), loader(12))))
-    return plain(trainer.callback_metrics), trainer.global_step, list(getattr(module, "seen", []))
+    result = train(module, layout, *(batches or (loader(), loader(12))), log_every_n_steps=1, **arguments)
+    return result.metrics, result.trainer.global_step, list(getattr(module, "seen", []))
 
 
 def check_followed(ranks: Pools, job: Any, size: int = 2) -> None:
@@ -633,8 +626,8 @@ class Probing(Regression):
         return nn.functional.mse_loss(self.head(h), y)
 
 
-def probed(layout: Layout) -> tuple[list[float], Any]:
-    return fitted(layout, Probing(), max_epochs=2)
+def probed(layout: Layout) -> Result:
+    return train(Probing(), layout, loader(), max_epochs=2)
 
 
 def refused_to_probe(layout: Layout) -> str:
@@ -705,12 +698,10 @@ class SkipsRest(Regression):
         return -1 if batch_idx == 2 else None
 
 
-def skipped(layout: Layout) -> tuple[list[float], Any]:
-    losses, module = Losses(), SkipsRest()
+def skipped(layout: Layout) -> Result:
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        make_trainer(layout, callbacks=[losses], max_epochs=3).fit(module, loader(shuffle=True))
-    return losses.values, weights(module)
+        return train(SkipsRest(), layout, loader(shuffle=True), max_epochs=3)
 
 
 def test_an_epoch_that_ends_in_a_hook_leaves_the_order_of_the_next_one_alone(ranks: Pools) -> None:

@@ -28,7 +28,18 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from tests.pool import Pools
 from tests.test_logging_features import Memory
-from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
+from tests.training_jobs import (
+    LAYOUTS,
+    PP2,
+    Losses,
+    Regression,
+    assert_same,
+    loader,
+    make_trainer,
+    together,
+    train,
+    weights,
+)
 
 Layout = Mapping[str, Any] | None
 
@@ -108,7 +119,7 @@ STORIES: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
 
 def told(layout: Layout, name: str, batch_size: int) -> dict[str, Any]:
     callbacks, arguments = STORIES[name]
-    losses, memory = Losses(), Memory()
+    memory = Memory()
     calls: list[str] = []
     spy = LambdaCallback(
         on_before_zero_grad=lambda *_: calls.append("zero_grad"),
@@ -118,15 +129,15 @@ def told(layout: Layout, name: str, batch_size: int) -> dict[str, Any]:
         on_train_batch_start=lambda *_: calls.append("batch"),
     )
     defaults: dict[str, Any] = {"max_epochs": 3, "logger": memory, "log_every_n_steps": 1}
-    trainer = make_trainer(layout, callbacks=[*callbacks(), losses, spy], **{**defaults, **arguments})
-    module = MODULES.get(name, Cycled)()
-    trainer.fit(module, loader(batch_size), loader(batch_size, 20, seed=2))
+    data = loader(batch_size), loader(batch_size, 20, seed=2)
+    how = {**defaults, **arguments, "callbacks": [*callbacks(), spy]}
+    result = train(MODULES.get(name, Cycled)(), layout, *data, **how)
     return {
-        "losses": losses.values,
-        "weights": weights(module),
-        "history": memory.history if trainer.is_global_zero else None,
-        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
-        "steps": trainer.global_step,
+        "losses": result.losses,
+        "weights": result.weights,
+        "history": memory.history if result.trainer.is_global_zero else None,
+        "rates": [group["lr"] for group in result.trainer.optimizers[0].param_groups],
+        "steps": result.trainer.global_step,
         "calls": calls,
     }
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid
 from tests.pool import Pools
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import Result, make_trainer, together, train
 
 SAMPLES, POSITIONS, CLASSES, STEPS = 16, 6, 5, 2
 
@@ -185,22 +185,21 @@ class Table(Tokens):
         return {"ids": found["ids"], "labels": found["labels"], "table": steps.expand(SAMPLES, 8).clone()}
 
 
-def fit(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) -> dict[str, Any]:
-    """Train, and keep the weights and what the comparison says."""
+def trained(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) -> tuple[Result, list[str]]:
+    """Train, and return what the comparison says too."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     kind = type(module.__name__, (module,), attributes)
     data = DataLoader([module.batch(number) for number in range(STEPS)], batch_size=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = kind()
-        make_trainer(layout).fit(made, data)
-    texts = [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
-    return {"weights": weights(made), "texts": texts}
+        result = train(kind(), layout, data)
+    return result, [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
 
 
-def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    whole = together([each["weights"] for each in found])
-    for name, value in expected["weights"].items():
+def assert_equal(found: list[tuple[Result, list[str]]], module: type[Tokens]) -> None:
+    """Compare the weights of ranks with those of one process."""
+    whole = together([result.weights for result, _ in found])
+    for name, value in trained(module, None)[0].weights.items():
         torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
@@ -242,14 +241,14 @@ CAUSES: dict[type[Tokens], tuple[str, str]] = {
 def test_the_cause_and_its_remedy_are_named(ranks: Pools, module: type[Tokens], size: int) -> None:
     """In one process with microbatches, and with stages."""
     layout: dict[str, Any] = {"num_microbatches": 4} if size == 1 else {"pipeline_parallel_size": 2}
-    found = ranks(size, lightning=True).run(fit, module, layout)
-    (text,) = found[0]["texts"]
+    found = ranks(size, lightning=True).run(trained, module, layout)
+    (text,) = found[0][1]
     for part in CAUSES[module]:
         assert part in text
     if size > 1:  # "auto" takes one microbatch
         assert "one microbatch instead of" in text
         assert "As a result, each of the 2 stages is busy for only 1/2 of a step" in text
-        assert_equal(found, fit(module, None))
+        assert_equal(found, module)
 
 
 REMEDIES: dict[type[Tokens], Any] = {
@@ -263,13 +262,13 @@ REMEDIES: dict[type[Tokens], Any] = {
 @pytest.mark.parametrize("module", REMEDIES, ids=lambda module: module.__name__)
 def test_the_remedy_helps(ranks: Pools, module: type[Tokens]) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4}
-    found = ranks(2, lightning=True).run(fit_with_remedy, module, layout)
-    assert not found[0]["texts"]
-    assert_equal(found, fit(module, None))
+    found = ranks(2, lightning=True).run(trained_with_remedy, module, layout)
+    assert not found[0][1]
+    assert_equal(found, module)
 
 
-def fit_with_remedy(module: type[Tokens], layout: dict[str, Any]) -> dict[str, Any]:
-    return fit(module, layout, microbatch_weight=REMEDIES[module])
+def trained_with_remedy(module: type[Tokens], layout: dict[str, Any]) -> tuple[Result, list[str]]:
+    return trained(module, layout, microbatch_weight=REMEDIES[module])
 
 
 class Sometimes(MaskedMean):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridTimeline
 from tests.pool import Pools
-from tests.training_jobs import LAYOUTS, Losses, assert_same, make_trainer, plain, together, weights
+from tests.training_jobs import LAYOUTS, Result, assert_same, make_trainer, together, train
 from tests.zoo.context import Leaking
 
 WIDTH, CLASSES, STEPS, SAMPLES = 12, 3, 6, 12
@@ -188,11 +188,18 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, torch.randint(CLASSES, (STEPS * SAMPLES,), generator=seed))
 
 
-def train(
+class Buffers(Callback):
+    """Copies of the buffers of one rank at the end of a run, before the module is gathered."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.values = {name: buffer.clone() for name, buffer in pl_module.named_buffers() if not buffer.is_meta}
+
+
+def trained(
     kind: type[Blocks], layout: Mapping[str, Any] | None, **arguments: Any
-) -> tuple[list[float], dict[str, float], dict[str, Tensor], int, list[str]]:
-    """The losses of all steps, the metrics, this rank's weights, how many steps were followed, and warnings."""
-    losses, follows, logger = Losses(), Follows(), logging.getLogger(FRAME)
+) -> tuple[Result, dict[str, Tensor], int, list[str]]:
+    """Train; return the result, this rank's buffers and attributes, the number of traced steps, and the warnings."""
+    buffers, follows, logger = Buffers(), Follows(), logging.getLogger(FRAME)
     module, replicas = kind(), 1
     if layout is not None:
         replicas = arguments.pop("replicas", 1)
@@ -202,38 +209,39 @@ def train(
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = make_trainer(layout, callbacks=[losses], max_epochs=2, **arguments)
-            trainer.fit(module, DataLoader(dataset(), SAMPLES // replicas))
+            how = {"callbacks": [buffers], "max_epochs": 2, **arguments}
+            result = train(module, layout, DataLoader(dataset(), SAMPLES // replicas), **how)
     finally:
         logger.removeHandler(follows)
         logger.setLevel(level)
     texts = [str(each.message) for each in caught]
-    state = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    state = {f"own {name}": value for name, value in buffers.values.items()}
     state |= {name: torch.tensor(vars(module)[name]) for name in ("calls", "seen") if name in vars(module)}
     state |= {"counts": torch.tensor(module.counts["steps"])} if isinstance(module, Stateful) else {}
-    return losses.values, plain(trainer.callback_metrics), weights(module) | state, follows.number, texts
+    return result, state, follows.number, texts
 
 
 def check(ranks: Pools, kind: type[Blocks], name: str, **arguments: Any) -> list[int]:
     """Compare with one process, and return how many steps each rank has followed."""
     size, replicas, layout = LAYOUTS[name]
-    expected = train(kind, None, **arguments)
+    expected, expected_state, *_ = trained(kind, None, **arguments)
     found = ranks(size, lightning=True).run(
-        _train, kind, dict(layout), {**arguments, "replicas": replicas}, timeout=120
+        _trained, kind, dict(layout), {**arguments, "replicas": replicas}, timeout=120
     )
     if replicas == 1:
-        for losses, *_ in found:
-            assert_same(losses, expected[0], where="losses")
-    for _, metrics, *_ in found:
-        epoch = {key: value for key, value in metrics.items() if replicas == 1 or not key.endswith("_step")}
-        assert_same(epoch, {key: expected[1][key] for key in epoch}, where="metrics")
-        assert metrics.keys() == expected[1].keys()
-    assert_same(together([weights for *_, weights, _, _ in found]), expected[2], where="weights")
+        for result, *_ in found:
+            assert_same(result.losses, expected.losses, where="losses")
+    for result, *_ in found:
+        epoch = {key: value for key, value in result.metrics.items() if replicas == 1 or not key.endswith("_step")}
+        assert_same(epoch, {key: expected.metrics[key] for key in epoch}, where="metrics")
+        assert result.metrics.keys() == expected.metrics.keys()
+    whole = together([result.weights | state for result, state, *_ in found])
+    assert_same(whole, expected.weights | expected_state, where="weights")
     return [follows for *_, follows, _ in found]
 
 
-def _train(kind: type[Blocks], layout: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    return train(kind, layout, **arguments)
+def _trained(kind: type[Blocks], layout: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    return trained(kind, layout, **arguments)
 
 
 @pytest.mark.distributed
@@ -257,10 +265,10 @@ def test_equals_steps_that_are_followed_each_time(
     size, replicas, layout = LAYOUTS[name]
     options = {"replicas": replicas, "accumulate_grad_batches": accumulated}
     pool = ranks(size, lightning=True)
-    expected = pool.run(_train, kind, {**layout, "dynamic_shapes": True}, options, timeout=120)
-    found = pool.run(_train, kind, dict(layout), options, timeout=120)
+    expected = pool.run(_trained, kind, {**layout, "dynamic_shapes": True}, options, timeout=120)
+    found = pool.run(_trained, kind, dict(layout), options, timeout=120)
     for actual, other in zip(found, expected, strict=True):
-        assert_same(actual[:3], other[:3])
+        assert_same(actual[:2], other[:2])
 
 
 class SamePath(Blocks):
@@ -276,10 +284,10 @@ class SamePath(Blocks):
 @pytest.mark.distributed
 def test_a_path_is_followed_once(ranks: Pools) -> None:
     def followed(kind: type[Blocks]) -> tuple[int, list[str]]:
-        found = ranks(2, lightning=True).run(_train, kind, PP2, {}, timeout=120)
+        found = ranks(2, lightning=True).run(_trained, kind, PP2, {}, timeout=120)
         assert len({follows for *_, follows, _ in found}) == 1
         warned = [text for *_, texts in found for text in texts if "dynamic_shapes=True" in text]
-        return found[0][3], warned
+        return found[0][2], warned
 
     same, warned = followed(SamePath)
     assert not warned
@@ -319,7 +327,7 @@ class MovingTeacher(AuxiliaryLoss):
 
 def refused(kind: type[Blocks], layout: dict[str, Any]) -> str:
     with pytest.raises((ValueError, RuntimeError), match="a different path") as caught:
-        train(kind, layout)
+        trained(kind, layout)
     return str(caught.value)
 
 
@@ -356,17 +364,14 @@ class KeepsResults(Leaking):
         return F.mse_loss(x, y) + torch.stack(products).sum()
 
 
-def fit_two_batches(layout: dict[str, Any]) -> list[float]:
-    losses = Losses()
-    module = KeepsResults().double()
-    make_trainer(layout, callbacks=[losses], limit_train_batches=2, limit_val_batches=1).fit(module)
-    return losses.values
+def losses_of_two_batches(layout: dict[str, Any]) -> list[float]:
+    return train(KeepsResults().double(), layout, limit_train_batches=2, limit_val_batches=1).losses
 
 
 @pytest.mark.distributed
 def test_what_is_kept_before_a_step_is_read_on_no_rank_alone(ranks: Pools) -> None:
     """What ranks compute together when one reads it is no state that a step writes in place."""
     layout = {"context_parallel_size": 2, "context_parallel": "all_gather", "pipeline_parallel_size": 2}
-    first, *others = ranks(4, lightning=True).run(fit_two_batches, layout, timeout=120)
+    first, *others = ranks(4, lightning=True).run(losses_of_two_batches, layout, timeout=120)
     assert len(first) == 2
     assert all(each == first for each in others)

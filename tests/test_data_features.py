@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
 from tests.pool import Pools
-from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, dataset, loader, make_trainer
+from tests.training_jobs import LAYOUTS, PP2, Regression, assert_same, dataset, loader, make_trainer, train
 
 Layout = Mapping[str, Any] | None
 PP2_DP2 = LAYOUTS["pp2 x dp2"][2]
@@ -161,11 +161,9 @@ def observed(layout: Layout, kind: str, batch_size: int, arguments: dict[str, An
     torch.manual_seed(5)
     np.random.seed(6)
     random.seed(7)
-    losses = Losses()
     module = Observed()
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], **(arguments or {}))
-    trainer.fit(module, datamodule=Data(kind, batch_size))
-    return {"numbers": module.numbers, "sums": module.sums, "losses": losses.values}
+    result = train(module, layout, Data(kind, batch_size), max_epochs=2, **(arguments or {}))
+    return {"numbers": module.numbers, "sums": module.sums, "losses": result.losses}
 
 
 KINDS = [
@@ -372,14 +370,13 @@ class Halves(LightningDataModule):
 
 
 def halves(layout: Layout, kind: str, numbers: tuple[int, int], workers: Mapping[str, Any]) -> dict[str, Any]:
-    losses, module = Losses(), Observed()
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], num_sanity_val_steps=0)
+    data = Halves(kind, numbers, workers)
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        trainer.fit(module, datamodule=Halves(kind, numbers, workers))
+        result = train(Observed(), layout, data, max_epochs=2, num_sanity_val_steps=0)
     said = [str(each.message) for each in raised if "replicas have run out of batches" in str(each.message)]
-    value = float(trainer.callback_metrics["val_loss"])
-    return {"steps": trainer.global_step, "losses": losses.values, "val_loss": value, "said": said}
+    steps, value = result.trainer.global_step, result.metrics["val_loss"]
+    return {"steps": steps, "losses": result.losses, "val_loss": value, "said": said}
 
 
 @pytest.mark.parametrize("layout", ["dp2", "zero 2", "pp2 x dp2", "all load"])
@@ -422,10 +419,8 @@ def combined(layout: Layout) -> list[Any]:
     for mode in ("max_size_cycle", "min_size"):
         for kind in (dict, list):
             loaders = {"a": loader(8, 32), "b": loader(8, 16, seed=2)}
-            losses = Losses()
-            trainer = make_trainer(layout, max_epochs=2, callbacks=[losses])
-            trainer.fit(Several(), CombinedLoader(loaders if kind is dict else list(loaders.values()), mode))
-            results.append(losses.values)
+            data = CombinedLoader(loaders if kind is dict else list(loaders.values()), mode)
+            results.append(train(Several(), layout, data, max_epochs=2).losses)
     return results
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.pipeline_parallel.body import find_body
 from tests.pool import Pools
-from tests.training_jobs import assert_same, make_trainer, together, weights
+from tests.training_jobs import Result, assert_same, make_trainer, together, train
 
 BATCH = 12
 
@@ -87,14 +87,11 @@ class Distillation(LightningModule):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
 
 
-def train(sizes: Sizes, layout: Mapping[str, Any] | None, replicas: int = 1) -> Any:
-    """Train; the weights that live here, and the metrics."""
-    module = Distillation(sizes)
+def trained(sizes: Sizes, layout: Mapping[str, Any] | None, replicas: int = 1) -> Result:
+    """Train with validation on the same samples."""
     x = torch.randn(48, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), BATCH // replicas)
-    trainer = make_trainer(layout, max_epochs=2)
-    trainer.fit(module, data, data)
-    return weights(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return train(Distillation(sizes), layout, data, data, max_epochs=2)
 
 
 def layers_of(held: Iterable[str], name: str) -> set[str]:
@@ -119,14 +116,13 @@ PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 3}
 def test_both_are_divided_and_train_as_in_one_process(
     ranks: Pools, sizes: Sizes, size: int, layout: dict[str, Any]
 ) -> None:
-    expected_weights, expected = train(sizes, None)
-    results = ranks(size, lightning=True).run(train, sizes, layout, size // 2)
-    for held, metrics in results:
-        assert_same(metrics, expected)
+    expected = trained(sizes, None)
+    results = ranks(size, lightning=True).run(trained, sizes, layout, size // 2)
+    for result in results:
+        assert_same(result.metrics, expected.metrics)
         for name, (_, number) in zip(sizes.names, sizes[:2], strict=True):
-            assert 0 < len(layers_of(held, name)) < number
-    if "zero_stage" not in layout:
-        assert_same(together([held for held, _ in results]), expected_weights)
+            assert 0 < len(layers_of(result.held, name)) < number
+    assert_same(together([result.weights for result in results]), expected.weights)
 
 
 class Loops(Distillation):

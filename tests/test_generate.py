@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from tests.pool import Pools
-from tests.training_jobs import make_trainer, plain
+from tests.training_jobs import make_trainer, plain, train
 from tests.zoo.basic import Example
 from tests.zoo.hugging_face import MODULES, VOCABULARY
 
@@ -334,9 +334,8 @@ def trained(name: str, way: str, layout: str | None) -> Found:
     module = kind(batch_size=4 // replicas).double()
     if arguments is not None:
         arguments = {"num_microbatches": 2, **arguments}
-    trainer = make_trainer(arguments, limit_train_batches=2, num_sanity_val_steps=1)
-    trainer.fit(module)
-    return module.texts, plain(trainer.callback_metrics)
+    result = train(module, arguments, limit_train_batches=2, num_sanity_val_steps=1)
+    return module.texts, result.metrics
 
 
 def all_trained(cases: list[tuple[str, str]], layout: str) -> list[Found]:

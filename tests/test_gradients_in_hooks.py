@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pools
-from tests.training_jobs import assert_same, make_trainer, plain
+from tests.training_jobs import Result, assert_same, make_trainer, together, train
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.distributed]
 
@@ -62,27 +62,26 @@ class Encoder(LightningModule):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def fitted(module: Callable[[], Encoder], layout: Mapping[str, Any] | None, replicas: int = 1) -> dict[str, Any]:
-    """What the hooks of a module have seen, and what it has logged and learned."""
+def trained(
+    module: Callable[[], Encoder], layout: Mapping[str, Any] | None, replicas: int = 1
+) -> tuple[Result, list[Any]]:
+    """Train, and return what the hooks of the module have seen too."""
     random = torch.Generator().manual_seed(5)
     x = torch.randn(SAMPLES, 5, generator=random, dtype=torch.float64)
     data = DataLoader(TensorDataset(x, torch.randint(3, (SAMPLES,), generator=random)), BATCH // replicas)
-    made, trainer = module(), make_trainer(layout, log_every_n_steps=1)
-    trainer.fit(made, data)
-    weights = made.state_dict() if layout is None else trainer.strategy.lightning_module_state_dict()
-    weights = {name: value.detach().clone() for name, value in weights.items()}
-    return {"seen": made.seen, "logged": plain(trainer.callback_metrics), "weights": weights}
+    made = module()
+    return train(made, layout, data, log_every_n_steps=1), made.seen
 
 
 def check(ranks: Pools, module: type[Encoder], name: str) -> None:
     """A module trains under a layout as in one process, and its hooks see on every rank what they see there."""
     size, replicas, layout = LAYOUTS[name]
-    expected = fitted(module, None)
-    results = ranks(size, lightning=True).run(fitted, module, layout, replicas)
-    for result in results:
-        assert_same(result["seen"], expected["seen"])
-        assert_same(result["logged"], expected["logged"])
-    assert_same(results[0]["weights"], expected["weights"])
+    expected, expected_seen = trained(module, None)
+    results = ranks(size, lightning=True).run(trained, module, layout, replicas)
+    for result, seen in results:
+        assert_same(seen, expected_seen)
+        assert_same(result.metrics, expected.metrics)
+    assert_same(together([result.weights for result, _ in results]), expected.weights)
 
 
 # -- functions of torch and Lightning ----------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ class Refused(Encoder):
 
 def refused(what: str, layout: Mapping[str, Any], replicas: int) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        fitted(lambda: Refused(what), layout, replicas)
+        trained(lambda: Refused(what), layout, replicas)
     return str(caught.value)
 
 

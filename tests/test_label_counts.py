@@ -19,7 +19,7 @@ from lightning_hybrid import Faults
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, common_count
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import together, train
 
 BATCH, SAMPLES, LENGTH, VOCABULARY = 4, 20, 6, 11
 
@@ -161,17 +161,13 @@ class Logged(Seen):
 def fit(name: str, layout: Mapping[str, Any] | None, batch_size: int, accumulate: int) -> Any:
     """Train two epochs; return norms, logged losses, weights and warnings."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module, seen = Model(name), Logged()
+    seen = Logged()
+    how: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "log_every_n_steps": 1}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(
-            layout, callbacks=[seen], max_epochs=2, accumulate_grad_batches=accumulate, log_every_n_steps=1
-        )
-        trainer.fit(module, DataLoader(Texts(), batch_size))
-    if layout is not None and ("zero_stage" in layout or "tensor_parallel_size" in layout):
-        trainer.strategy.gather_module()
+        result = train(Model(name), layout, DataLoader(Texts(), batch_size), callbacks=[seen], **how)
     texts = [str(each.message) for each in caught if "microbatches" in str(each.message)]
-    return seen.norms, seen.losses, weights(module), texts
+    return seen.norms, seen.losses, result.weights, texts
 
 
 #: Replicas that take a batch whole, without stages and with them.
@@ -242,10 +238,8 @@ def fit_both(layout: Mapping[str, Any] | None) -> tuple[list[Tensor], dict[str, 
     names = ("input_ids", "attention_mask")
     batches = list(DataLoader(Texts(), BATCH))
     batches = [batch if number % 2 else {name: batch[name] for name in names} for number, batch in enumerate(batches)]
-    module, seen = TwoKinds("bert"), Seen()
-    trainer = make_trainer(layout, callbacks=[seen], max_epochs=2)
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return seen.norms, weights(module)
+    seen, data = Seen(), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    return seen.norms, train(TwoKinds("bert"), layout, data, callbacks=[seen], max_epochs=2).weights
 
 
 def test_batches_of_two_structures_count_each_in_its_way(ranks: Pools) -> None:
@@ -376,10 +370,10 @@ def fit_variant(
     samples = [Texts()[index] for index in range(SAMPLES)]
     for sample in samples[: 2 * unlabeled : 2]:  # those of the first batch of the first replica
         sample["masked_labels"] = torch.full((LENGTH,), -100)
-    module, seen = Variant(name), Collectives()
+    seen = Collectives()
     loader = DataLoader(samples, batch_size, collate_fn=collate)  # type: ignore[arg-type]
-    make_trainer(layout, callbacks=[seen], log_every_n_steps=1).fit(module, loader)
-    return weights(module), seen.losses, seen.counts
+    result = train(Variant(name), layout, loader, callbacks=[seen], log_every_n_steps=1)
+    return result.weights, seen.losses, seen.counts
 
 
 DP2 = {"data_parallel_size": 2}

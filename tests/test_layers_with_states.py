@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pools
-from tests.training_jobs import Losses, assert_same, make_trainer, plain
+from tests.training_jobs import Result, assert_same, train
 
 pytestmark = pytest.mark.distributed
 
@@ -228,47 +228,43 @@ class Normed(Standardised):
 MODULES = [Averaged, Assigned, Restarted, Learned, Projected, Residual, Standardised, Normed]
 
 
-def fitted(module: type[Coder], layout: dict[str, Any] | None, batch_size: int = 8, **trainer: Any) -> dict[str, Any]:
-    """Losses, logged values, and the weights and buffers of a run."""
-    losses, made = Losses(), module()
+def trained(module: type[Coder], layout: dict[str, Any] | None, batch_size: int = 8, **trainer: Any) -> Result:
+    """Train with validation on the same samples."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     if "strategy" in trainer:  # Lightning would shuffle
         x = x[int(os.environ["RANK"]) :: 2]
-    run = make_trainer(layout, callbacks=[losses], max_epochs=2, log_every_n_steps=1, **trainer)
-    run.fit(made, *[DataLoader(TensorDataset(x), batch_size) for _ in range(2)])
-    states = run.strategy.lightning_module_state_dict()
-    return {"losses": losses.values, "logged": plain(run.callback_metrics), "states": states}
+    data = [DataLoader(TensorDataset(x), batch_size) for _ in range(2)]
+    return train(module(), layout, *data, max_epochs=2, log_every_n_steps=1, **trainer)
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_modules_between_lists_may_write_their_buffers(ranks: Pools, module: type[Coder], name: str) -> None:
     size, layout = LAYOUTS[name]
-    expected = fitted(module, None)
-    results = ranks(size, lightning=True).run(fitted, module, layout)
-    assert_same(results[0]["states"], expected["states"])
-    for result in results:
-        assert_same(result["losses"], expected["losses"])
-        assert_same(result["logged"], expected["logged"])
+    expected = trained(module, None)
+    for result in ranks(size, lightning=True).run(trained, module, layout):
+        assert_same(result.weights, expected.weights)
+        assert_same(result.losses, expected.losses)
+        assert_same(result.metrics, expected.metrics)
 
 
-def fitted_by_replicas(module: type[Coder]) -> dict[str, Any]:
+def trained_by_replicas(module: type[Coder]) -> Result:
     strategy = DDPStrategy(process_group_backend="gloo")
-    return fitted(module, None, 4, devices=2, strategy=strategy, use_distributed_sampler=False)
+    return trained(module, None, 4, devices=2, strategy=strategy, use_distributed_sampler=False)
 
 
 @pytest.mark.parametrize("module", [Averaged, Residual, Standardised])
 def test_replicas_have_codes_of_their_own_samples(ranks: Pools, module: type[Coder]) -> None:
     """As with DDP, where the first replica's buffers are those of all in each step, and of the checkpoint."""
-    expected = ranks(2, lightning=True).run(fitted_by_replicas, module)
-    results = ranks(4, lightning=True).run(fitted, module, PP2, 4)
-    assert_same(results[0]["states"], expected[0]["states"])
-    assert_same(results[0]["logged"], expected[0]["logged"])
+    expected = ranks(2, lightning=True).run(trained_by_replicas, module)[0]
+    result = ranks(4, lightning=True).run(trained, module, PP2, 4)[0]
+    assert_same(result.weights, expected.weights)
+    assert_same(result.metrics, expected.metrics)
 
 
 @pytest.mark.parametrize("module", [Averaged, Assigned, Residual])
 def test_each_microbatch_counts(ranks: Pools, module: type[Coder]) -> None:
     """As for batch norm: the codes are those of one process that has the microbatches as batches."""
-    expected = fitted(module, None, 4, accumulate_grad_batches=2)
-    results = ranks(2, lightning=True).run(fitted, module, {**PP2, "num_microbatches": 2})
-    assert_same(results[0]["states"], expected["states"])
+    expected = trained(module, None, 4, accumulate_grad_batches=2)
+    for result in ranks(2, lightning=True).run(trained, module, {**PP2, "num_microbatches": 2}):
+        assert_same(result.weights, expected.weights)

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
-from tests.training_jobs import assert_same, make_trainer
+from tests.training_jobs import assert_same, make_trainer, train
 from tests.zoo.tensor import DIM, LENGTH, OwnBlock
 
 SAMPLES, BATCH = 32, 8
@@ -216,23 +215,21 @@ class Writes(Adversaries):
 STEPS = [Adversaries, Accumulates, Blocked, PastLightning, Closure, Writes]
 
 
-def fit(module: ByHand, layout: Mapping[str, Any] | None, replicas: int = 1, **arguments: Any) -> Trainer:
+def sequences(dtype: torch.dtype = torch.float64, replicas: int = 1) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(SAMPLES, LENGTH, DIM, generator=generator, dtype=torch.float64).to(module.head.weight)
-    data = DataLoader(TensorDataset(x, x.roll(1, 1).sin()), BATCH // replicas)
-    resumed = arguments.pop("ckpt_path", None)
-    trainer = make_trainer(layout, **arguments)
-    trainer.fit(module, data, ckpt_path=resumed)
-    return trainer
+    x = torch.randn(SAMPLES, LENGTH, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    return DataLoader(TensorDataset(x, x.roll(1, 1).sin()), BATCH // replicas)
 
 
-def train(cls: type[ByHand], layout: Mapping[str, Any] | None, replicas: int = 1, **arguments: Any) -> Any:
-    """The weights, the metrics and the number of optimizer steps."""
-    module = cls()
-    trainer = fit(module, layout, replicas, **arguments)
-    named = module.named_parameters()
-    weights = {name: full_tensor(parameter).detach().clone() for name, parameter in named}
-    return weights, {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step
+def trained(
+    cls: type[ByHand], layout: Mapping[str, Any] | None, replicas: int = 1, **arguments: Any
+) -> tuple[dict[str, Tensor], dict[str, float], int]:
+    """Train; return the weights, the metrics and the number of optimizer steps.
+
+    The losses are not returned: each replica has those of its samples, and a resumed run those of its epochs.
+    """
+    result = train(cls(), layout, sequences(replicas=replicas), **arguments)
+    return result.weights, result.metrics, result.trainer.global_step
 
 
 @pytest.mark.distributed
@@ -242,34 +239,36 @@ def test_each_layout_trains_as_one_process(ranks: Pools, name: str) -> None:
     replicas = world // math.prod(layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context"))
     # With ZeRO, not all that a step of manual optimization writes is kept; see the limits.
     for cls in STEPS if "zero_stage" not in layout else STEPS[:-1]:
-        expected = train(cls, None)
-        for result in ranks(world, lightning=True).run(train, cls, layout, replicas):
+        expected = trained(cls, None)
+        for result in ranks(world, lightning=True).run(trained, cls, layout, replicas):
             assert_same(result, expected, where=f"{cls.__name__} {name}")
 
 
 def save(path: str) -> None:
-    fit(Adversaries(), {"tensor_parallel_size": 2}).save_checkpoint(path)
+    trainer = make_trainer({"tensor_parallel_size": 2})
+    trainer.fit(Adversaries(), sequences())
+    trainer.save_checkpoint(path)
 
 
 @pytest.mark.distributed
 def test_another_layout_resumes_both_optimizers(ranks: Pools, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     ranks(2, lightning=True).run(save, path)
-    expected = train(Adversaries, None, max_epochs=2)
+    expected = trained(Adversaries, None, max_epochs=2)
     for result in ranks(2, lightning=True).run(resume, path):
         assert_same(result, expected)
 
 
 def resume(path: str) -> Any:
-    return train(Adversaries, {"context_parallel_size": 2}, max_epochs=2, ckpt_path=path)
+    return trained(Adversaries, {"context_parallel_size": 2}, max_epochs=2, ckpt_path=path)
 
 
 def in_half(layout: Mapping[str, Any] | None) -> tuple[float, int]:
     """Train with a loss scale that is too large at first; return the last one and the number of steps."""
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**30, growth_interval=2))
-    trainer = fit(Adversaries().float(), layout, plugins=[plugin], max_epochs=3)
+    result = train(Adversaries().float(), layout, sequences(torch.float32), plugins=[plugin], max_epochs=3)
     assert plugin.scaler is not None
-    return plugin.scaler.get_scale(), trainer.global_step
+    return plugin.scaler.get_scale(), result.trainer.global_step
 
 
 class KeepsBalance(OwnBlock):
@@ -293,7 +292,7 @@ class Balanced(ByHand):
 
 def refusal(cls: type[ByHand], layout: Mapping[str, Any]) -> str:
     with pytest.raises(ValueError, match=r"num_microbatches=1|context_parallel_size=1") as caught:
-        train(cls, layout)
+        trained(cls, layout)
     return str(caught.value)
 
 

@@ -26,7 +26,7 @@ from torchmetrics.wrappers import MinMaxMetric, MultitaskWrapper, Running
 
 from tests.pool import Pools
 from tests.test_logging_features import Snapshots
-from tests.training_jobs import LAYOUTS, assert_same, make_trainer, plain
+from tests.training_jobs import LAYOUTS, assert_same, make_trainer, plain, train
 
 Layout = Mapping[str, Any] | None
 CLASSES = 3
@@ -233,9 +233,10 @@ class Trained(LightningModule):
 
 def fit(module: Trained, layout: Layout, batch_size: int, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
     snapshots = Snapshots()
-    trainer = make_trainer(layout, max_epochs=3, callbacks=[*callbacks, snapshots], log_every_n_steps=1, **arguments)
-    trainer.fit(module, classes(batch_size), classes(batch_size, 28, 4))
-    return {"fitted": plain(trainer.callback_metrics), "seen": list(module.seen), "batches": snapshots.batches}
+    data = classes(batch_size), classes(batch_size, 28, 4)
+    how = {"max_epochs": 3, "callbacks": [*callbacks, snapshots], "log_every_n_steps": 1, **arguments}
+    result = train(module, layout, *data, **how)
+    return {"fitted": result.metrics, "seen": list(module.seen), "batches": snapshots.batches}
 
 
 class ByHand(Trained):

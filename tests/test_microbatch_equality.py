@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_hybrid import Faults, Tuning
 from tests.pool import Pools
-from tests.training_jobs import Losses, make_trainer, together, weights
+from tests.training_jobs import Result, make_trainer, together, train
 from tests.transparency import FRAME_SUBJECTS, SUBJECTS, TENSOR_SUBJECTS, Subject
 from tests.zoo.coupled_losses import (
     COUPLED,
@@ -67,14 +67,14 @@ class Chain(Model):
         return self.loss(self.last(self.blocks(self.first(batch[0]))), batch[1])  # type: ignore[operator]
 
 
-def fit(
+def trained(
     layout: dict[str, Any] | None,
     losses: list[Loss],
     kind: type[Model] = Model,
     order: Sequence[int] = range(SAMPLES * STEPS),
     **arguments: Any,
-) -> list[dict[str, Any]]:
-    """Train with each loss, and keep the losses, the weights and the warnings of the comparison."""
+) -> list[tuple[Result, list[str]]]:
+    """Train with each loss, and return the warnings of the comparison too."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(len(order), FEATURES, dtype=torch.float64, generator=generator)
@@ -82,28 +82,31 @@ def fit(
     data = DataLoader(Subset(samples, order), SAMPLES)
     found = []
     for loss in losses:
-        module, seen = kind(loss), Losses()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            make_trainer(layout, callbacks=[seen], precision="64-true", **arguments).fit(module, data)
+            result = train(kind(loss), layout, data, precision="64-true", **arguments)
         texts = [
             str(warning.message) for warning in caught if "The loss of the same samples is" in str(warning.message)
         ]
-        found.append({"losses": seen.values, "weights": weights(module), "texts": texts})
+        found.append((result, texts))
     return found
 
 
 def assert_like_one_process(ranks: Pools, layout: dict[str, Any], losses: list[Loss], kind: type[Model]) -> list[Any]:
     """Compare a layout of two ranks with one process, at 1e-10; return what the first rank has warned of."""
-    expected = fit(None, losses, kind)
-    results = ranks(2, lightning=True).run(fit, layout, losses, kind, timeout=300.0)
-    for number, (loss, one) in enumerate(zip(losses, expected, strict=True)):
-        for rank in results:
-            assert rank[number]["losses"] == pytest.approx(one["losses"], rel=1e-10), loss.__name__
-        whole = together([rank[number]["weights"] for rank in results])
-        for name, value in one["weights"].items():
-            torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=f"{loss.__name__} {name}")
-    return [found["texts"] for found in results[0]]
+    expected = trained(None, losses, kind)
+    results = ranks(2, lightning=True).run(trained, layout, losses, kind, timeout=300.0)
+    for loss, (one, _), *found in zip(losses, expected, *results, strict=True):
+        for result, _ in found:
+            assert result.losses == pytest.approx(one.losses, rel=1e-10), loss.__name__
+        assert_equal_weights([result for result, _ in found], one, loss)
+    return [texts for _, texts in results[0]]
+
+
+def assert_equal_weights(results: list[Result], expected: Result, loss: Loss) -> None:
+    whole = together([result.weights for result in results])
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=f"{loss.__name__} {name}")
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -137,13 +140,11 @@ def test_replicas_have_losses_of_their_own_batches(ranks: Pools) -> None:
     layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
     losses = [contrastive, clip, pairwise_hinge, focal_by_positives]
     order = dealt(SAMPLES * STEPS * 2, 2)
-    expected = fit(None, losses, order=order, accumulate_grad_batches=2)
-    results = ranks(4, lightning=True).run(fit, layout, losses, Model, range(len(order)), timeout=120.0)
-    for number, (loss, one) in enumerate(zip(losses, expected, strict=True)):
-        whole = together([rank[number]["weights"] for rank in results])
-        for name, value in one["weights"].items():
-            torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=f"{loss.__name__} {name}")
-        assert [len(rank[number]["texts"]) for rank in results] == [1, 0, 0, 0]
+    expected = trained(None, losses, order=order, accumulate_grad_batches=2)
+    results = ranks(4, lightning=True).run(trained, layout, losses, Model, range(len(order)), timeout=120.0)
+    for loss, (one, _), *found in zip(losses, expected, *results, strict=True):
+        assert_equal_weights([result for result, _ in found], one, loss)
+        assert [len(texts) for _, texts in found] == [1, 0, 0, 0]
 
 
 def test_a_sum_of_means_over_targets_keeps_its_microbatches(ranks: Pools) -> None:
@@ -162,7 +163,7 @@ ZERO_3 = {"data_parallel_size": 2, "zero_stage": 3}
 def test_parameters_that_are_gathered_are_those_of_the_step(ranks: Pools, reshards: bool) -> None:
     """A forward that left parameters as they were before they were gathered would find differences everywhere."""
     layout = {**ZERO_3, "tuning": Tuning(reshard_after_forward=reshards), "num_microbatches": 2}
-    mean, kept = (found["texts"] for found in ranks(2, lightning=True).run(fit, layout, [mean_of_samples, dice])[0])
+    (_, mean), (_, kept) = ranks(2, lightning=True).run(trained, layout, [mean_of_samples, dice])[0]
     assert not mean
     assert len(kept) == 1
 
@@ -170,18 +171,18 @@ def test_parameters_that_are_gathered_are_those_of_the_step(ranks: Pools, reshar
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
 def test_a_number_that_was_set_is_kept_and_said(ranks: Pools, layout: dict[str, Any]) -> None:
     losses = [contrastive, mean_of_samples]
-    results = ranks(2, lightning=True).run(fit, {**layout, "num_microbatches": 2}, losses)
-    (kept,), none = (found["texts"] for found in results[0])
+    results = ranks(2, lightning=True).run(trained, {**layout, "num_microbatches": 2}, losses)
+    (found, (kept,)), (_, none) = results[0]
     assert "With the 2 microbatches that you set, training does not give the same results" in kept
     assert not none
-    assert results[0][0]["losses"] != pytest.approx(fit(None, losses)[0]["losses"], rel=1e-3)
+    assert found.losses != pytest.approx(trained(None, losses)[0][0].losses, rel=1e-3)
 
 
 def test_the_comparison_can_be_switched_off(ranks: Pools) -> None:
     layout = {"pipeline_parallel_size": 2, "faults": Faults(compare_microbatches=False)}
-    (found,) = ranks(2, lightning=True).run(fit, layout, [contrastive])[0]
-    assert not found["texts"]
-    assert found["losses"] != pytest.approx(fit(None, [contrastive])[0]["losses"], rel=1e-3)
+    ((found, texts),) = ranks(2, lightning=True).run(trained, layout, [contrastive])[0]
+    assert not texts
+    assert found.losses != pytest.approx(trained(None, [contrastive])[0][0].losses, rel=1e-3)
 
 
 class OwnGradients(Model):
@@ -205,10 +206,11 @@ class OwnGradients(Model):
 
 
 def test_steps_with_gradients_of_their_own_are_compared(ranks: Pools) -> None:
-    (expected,) = fit(None, [mean_of_samples], OwnGradients)
-    ((found,),) = ranks(1, lightning=True).run(fit, {"num_microbatches": 4}, [mean_of_samples], OwnGradients)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
-    assert not found["texts"]
+    ((expected, _),) = trained(None, [mean_of_samples], OwnGradients)
+    layout = {"num_microbatches": 4}
+    (((found, texts),),) = ranks(1, lightning=True).run(trained, layout, [mean_of_samples], OwnGradients)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert not texts
 
 
 def recomputed(z: Tensor, y: Tensor) -> Tensor:
@@ -221,10 +223,10 @@ def recomputed(z: Tensor, y: Tensor) -> Tensor:
 
 
 def test_losses_that_are_recomputed_are_compared(ranks: Pools) -> None:
-    (expected,) = fit(None, [recomputed])
-    ((found,),) = ranks(1, lightning=True).run(fit, {"num_microbatches": 4}, [recomputed])
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
-    assert not found["texts"]
+    ((expected, _),) = trained(None, [recomputed])
+    (((found, texts),),) = ranks(1, lightning=True).run(trained, {"num_microbatches": 4}, [recomputed])
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert not texts
 
 
 def mean_of_samples(z: Tensor, y: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from tests.pool import Pools
-from tests.training_jobs import Losses, assert_same, make_trainer, weights
+from tests.training_jobs import Result, assert_same, train
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,26 +121,22 @@ class Experts(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
+def trained(
     layout: Mapping[str, Any] | None, family: str, precision: str, config: Mapping[str, Any]
-) -> tuple[list[float], dict[str, Tensor], list[str], int]:
-    """Train; return the losses, the weights, what was said of microbatches, and how often the step ran."""
+) -> tuple[Result, list[str], int]:
+    """Train, and return what was said of microbatches, and how often the step ran, too."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     layout = layout and dict(layout)
     tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))
     config = dict(config)
     is_wide = config.pop("is_wide", False)
-    module, losses = Experts(family, **config), Losses()
+    module = Experts(family, **config)
     num_samples = SAMPLES // (layout or {}).get("data_parallel_size", 1)
     with warnings.catch_warnings(record=True) as caught, wide(family) if is_wide else nullcontext():
         warnings.simplefilter("always")
-        trainer = make_trainer(layout, callbacks=[losses], precision=precision)
-        trainer.fit(module, DataLoader(TensorDataset(tokens), num_samples))
-    calls = module.calls
-    if layout is not None:
-        trainer.strategy.gather_module()
+        result = train(module, layout, DataLoader(TensorDataset(tokens), num_samples), precision=precision)
     texts = [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
-    return losses.values, weights(module), texts, calls
+    return result, texts, module.calls
 
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 1}
@@ -164,18 +160,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def compare(
     ranks: Pools, layout: str, family: str, rtol: float, precision: str = "64-true", replicas: int = 1, **config: Any
-) -> list[tuple[list[float], dict[str, Tensor], list[str], int]]:
-    """Compare a layout with one process; return what its ranks found."""
+) -> None:
+    """Compare a layout with one process."""
     arguments = LAYOUTS[layout]
-    expected, parameters, *_ = fit(None, family, precision, {**config, "replicas": replicas})
+    expected, *_ = trained(None, family, precision, {**config, "replicas": replicas})
     axes = ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "context_parallel_size")
     size = math.prod(arguments.get(axis, 1) for axis in axes)
-    found = ranks(size, lightning=True).run(fit, arguments, family, precision, config, timeout=200.0)
-    for losses in zip(*[each[0] for each in found], expected, strict=True):
-        assert sum(losses[:-1]) / size == pytest.approx(losses[-1], rel=rtol)  # replicas have losses of their own
-    for each in found:
-        assert_same(each[1], parameters, rtol)
-    return found
+    found = ranks(size, lightning=True).run(trained, arguments, family, precision, config, timeout=200.0)
+    for *losses, loss in zip(*[result.losses for result, *_ in found], expected.losses, strict=True):
+        assert sum(losses) / size == pytest.approx(loss, rel=rtol)  # replicas have losses of their own
+    for result, *_ in found:
+        assert_same(result.weights, expected.weights, rtol)
 
 
 def _marked(daily: set[tuple[str, str]], *layouts: str) -> list[Any]:
@@ -240,19 +235,19 @@ def test_batched_products(ranks: Pools, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("precision", "rtol"), [("32-true", 1e-4), ("bf16-mixed", 3e-2)])
 def test_grouped_products(ranks: Pools, family: str, precision: str, rtol: float) -> None:
-    expected, *_ = fit(None, family, precision, {"experts": "grouped_mm"})
-    found = ranks(2, lightning=True).run(fit, PP2, family, precision, {"experts": "grouped_mm"}, timeout=200.0)
-    for losses, *_ in found:
-        assert losses == pytest.approx(expected, rel=rtol)
+    expected, *_ = trained(None, family, precision, {"experts": "grouped_mm"})
+    found = ranks(2, lightning=True).run(trained, PP2, family, precision, {"experts": "grouped_mm"}, timeout=200.0)
+    for result, *_ in found:
+        assert result.losses == pytest.approx(expected.losses, rel=rtol)
 
 
 def test_microbatches_have_router_losses_of_their_own_which_is_stated(ranks: Pools) -> None:
     """The difference is below 1 %: microbatches stay."""
     layout, config = {"pipeline_parallel_size": 2}, {"router_aux_loss_coef": 0.01}
-    found = ranks(2, lightning=True).run(fit, layout, "Mixtral", "64-true", config, timeout=200.0)
-    losses, _, (text,), calls = found[0]
+    found = ranks(2, lightning=True).run(trained, layout, "Mixtral", "64-true", config, timeout=200.0)
+    result, (text,), calls = found[0]
     assert "product of means over the tokens of a batch" in text
     assert calls > 2 * STEPS
-    expected, *_ = fit(None, "Mixtral", "64-true", config)
-    assert losses == pytest.approx(expected, rel=1e-3)
-    assert losses != pytest.approx(expected, rel=1e-8)
+    expected, *_ = trained(None, "Mixtral", "64-true", config)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-3)
+    assert result.losses != pytest.approx(expected.losses, rel=1e-8)

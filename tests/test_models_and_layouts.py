@@ -7,11 +7,10 @@ import warnings
 from typing import Any
 
 import pytest
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pools
-from tests.training_jobs import Losses, assert_same, make_trainer, weights
+from tests.training_jobs import Result, assert_same, train
 from tests.zoo.layouts import MODELS, Model
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.distributed]
@@ -39,20 +38,14 @@ DAILY = {
 CELLS = [(model, layout) for model in MODELS for layout in LAYOUTS if model.attends or layout != "cp2"]
 
 
-def fitted(
-    model: type[Model], layout: dict[str, Any] | None, replicas: int
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """The losses of all steps, and in the end all weights, and all buffers."""
-    losses = Losses()
+def trained(model: type[Model], layout: dict[str, Any] | None, replicas: int) -> tuple[Result, set[str]]:
+    """Train, and return the names of buffers too."""
     module = model(1 if layout else replicas)
-    data = TensorDataset(*model.data(SAMPLES * STEPS))
+    data = DataLoader(TensorDataset(*model.data(SAMPLES * STEPS)), SAMPLES // (replicas if layout else 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = make_trainer(layout, callbacks=[losses])
-        trainer.fit(module, DataLoader(data, SAMPLES // (replicas if layout else 1)))
-        if layout is not None:
-            trainer.strategy.gather_module()
-    return losses.values, weights(module), {name: buffer.clone() for name, buffer in module.named_buffers()}
+        result = train(module, layout, data)
+    return result, {name for name, _ in module.named_buffers()}
 
 
 def _marked(model: type[Model], layout: str) -> Any:
@@ -65,12 +58,15 @@ def test_equals_one_process(ranks: Pools, model: type[Model], layout: str) -> No
     arguments = LAYOUTS[layout]
     size = math.prod(number for name, number in arguments.items() if name.endswith("_parallel_size"))
     replicas = arguments.get("data_parallel_size", 1)
-    losses, parameters, buffers = fitted(model, None, replicas)
-    found = ranks(size, lightning=True).run(fitted, model, arguments, replicas, timeout=120)
+    expected, buffers = trained(model, None, replicas)
+    results = [
+        result for result, _ in ranks(size, lightning=True).run(trained, model, arguments, replicas, timeout=120)
+    ]
     # Replicas have losses of their own, of which the mean is that of all.
-    mean = [math.fsum(each) / size for each in zip(*[values for values, *_ in found], strict=True)]
-    assert_same(mean, losses)
-    assert_same({**found[0][1], **found[0][2]}, {**parameters, **buffers})
-    assert len(losses) == STEPS
-    for _, other, _ in found:  # buffers are each replica's own
-        assert_same(other, parameters)
+    mean = [math.fsum(each) / size for each in zip(*[result.losses for result in results], strict=True)]
+    assert_same(mean, expected.losses)
+    assert_same(results[0].weights, expected.weights)
+    assert len(expected.losses) == STEPS
+    for result in results[1:]:  # buffers are each replica's own
+        own, parameters = ({k: v for k, v in each.weights.items() if k not in buffers} for each in (result, expected))
+        assert_same(own, parameters)

@@ -11,9 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
-from tests.training_jobs import make_trainer
+from tests.training_jobs import Result, together, train
 
 pytest.importorskip("peft")
 
@@ -74,18 +73,13 @@ class Adapted(LightningModule):
         return DataLoader(torch.randint(WORDS, (4 * BATCH, 12), generator=generator), BATCH // num_replicas)
 
 
-def train(name: str, layout: dict[str, Any] | None, folder: str | None = None) -> tuple[dict[str, Tensor], float]:
-    """The parameters that this rank has, and the loss; and a file of the adapters."""
+def trained(name: str, layout: dict[str, Any] | None, folder: str | None = None) -> Result:
+    """Train, and write a file of the adapters into a folder."""
     module = Adapted(name)
-    trainer = make_trainer(layout)
-    trainer.fit(module)
-    held = {key: full_tensor(each.detach()) for key, each in module.named_parameters() if not each.is_meta}
-    if folder is not None:
-        if layout is not None:
-            trainer.strategy.gather_module()  # type: ignore[attr-defined]
-        if trainer.is_global_zero:
-            module.model.save_pretrained(folder)
-    return {key: value.clone() for key, value in held.items()}, float(trainer.callback_metrics["loss"])
+    result = train(module, layout)
+    if folder is not None and result.trainer.is_global_zero:
+        module.model.save_pretrained(folder)
+    return result
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -109,16 +103,16 @@ DAILY = {("GPT2", "pp2"), ("Llama", "tp2")}
 )
 def test_adapters_train_as_in_one_process(ranks: Pools, name: str, layout: str) -> None:
     size, arguments = LAYOUTS[layout]
-    expected, loss = train(name, None)
-    found: dict[str, Tensor] = {}
-    for held, of_rank in ranks(size, lightning=True).run(train, name, arguments):
-        found |= held
-        assert "zero" in layout or of_rank == pytest.approx(loss, rel=1e-6)  # replicas log what their samples gave
-    assert found.keys() == expected.keys()
+    expected = trained(name, None)
+    results = ranks(size, lightning=True).run(trained, name, arguments)
+    for result in results:  # replicas log what their samples gave
+        assert "zero" in layout or result.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-6)
+    found = together([result.weights for result in results])
+    assert found.keys() == expected.weights.keys()
     initial = Adapted(name).state_dict()
     # The loss of transformers is computed in float32, whose sums over divided classes have another order.
     tolerance = 1e-6 if "tp2" in layout else 1e-10
-    for key, value in expected.items():
+    for key, value in expected.weights.items():
         torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
         assert torch.equal(value, initial[key]) != ("lora" in key), key
 
@@ -126,7 +120,7 @@ def test_adapters_train_as_in_one_process(ranks: Pools, name: str, layout: str) 
 def test_the_file_of_the_adapters_is_that_of_one_process(ranks: Pools, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    train("GPT2", None, str(tmp_path / "one"))
-    ranks(2, lightning=True).run(train, "GPT2", LAYOUTS["pp2"][1], str(tmp_path / "two"))
+    trained("GPT2", None, str(tmp_path / "one"))
+    ranks(2, lightning=True).run(trained, "GPT2", LAYOUTS["pp2"][1], str(tmp_path / "two"))
     expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

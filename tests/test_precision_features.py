@@ -16,17 +16,7 @@ from torch.amp import GradScaler
 
 from lightning_hybrid.trainer import precision as precision_room
 from tests.pool import Pools
-from tests.training_jobs import (
-    LAYOUTS,
-    PP2,
-    Losses,
-    Regression,
-    assert_same,
-    make_trainer,
-    plain,
-    together,
-    weights,
-)
+from tests.training_jobs import LAYOUTS, PP2, Regression, Result, assert_same, make_trainer, together, train, weights
 
 Layout = Mapping[str, Any] | None
 
@@ -71,20 +61,15 @@ def half_plugin() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
 
 
-def precise(layout: Layout, batch_size: int, precision: str) -> dict[str, Any]:
-    losses = Losses()
+def precise(layout: Layout, batch_size: int, precision: str) -> tuple[Result, set[str], Any]:
+    """Train, and return the dtype of what comes into layer 3, and the scale, too."""
     how: dict[str, Any] = {"plugins": half_plugin()} if precision == "16-mixed" else {"precision": precision}
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], gradient_clip_val=0.4, **how)
     module = Plain()
-    trainer.fit(module, floats(batch_size), floats(batch_size))
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return {
-        "losses": losses.values,
-        "weights": weights(module),
-        "metrics": plain(trainer.callback_metrics),
-        "boundary": {getattr(layer, "seen", set()).pop() for layer in module.body[3:4] if hasattr(layer, "seen")},
-        "scale": None if scaler is None else (scaler.get_scale(), scaler._get_growth_tracker()),
-    }
+    data = floats(batch_size), floats(batch_size)
+    result = train(module, layout, *data, max_epochs=2, gradient_clip_val=0.4, **how)
+    scaler = getattr(result.trainer.precision_plugin, "scaler", None)
+    boundary = {getattr(layer, "seen", set()).pop() for layer in module.body[3:4] if hasattr(layer, "seen")}
+    return result, boundary, None if scaler is None else (scaler.get_scale(), scaler._get_growth_tracker())
 
 
 @pytest.mark.rows(11, 12)
@@ -103,16 +88,16 @@ def test_every_precision_trains_close_to_one_process(
     ranks: Pools, name: str, precision: str, dtype: torch.dtype, rtol: float
 ) -> None:
     size, replicas, layout = LAYOUTS[name]
-    expected = precise(None, 8 * replicas, precision)
+    expected, _, expected_scale = precise(None, 8 * replicas, precision)
     results = ranks(size, lightning=True).run(precise, layout, 8, precision)
-    for result in results:
-        assert_same(result["metrics"], expected["metrics"], rtol)
+    for result, _, scale in results:
+        assert_same(result.metrics, expected.metrics, rtol)
         if replicas == 1:
-            assert_same(result["losses"], expected["losses"], rtol)
-        assert result["scale"] == expected["scale"]
-    assert_same(together([result["weights"] for result in results]), expected["weights"], rtol)
+            assert_same(result.losses, expected.losses, rtol)
+        assert scale == expected_scale
+    assert_same(together([result.weights for result, *_ in results]), expected.weights, rtol)
     # Layer 3 is the first one of a stage (of two, and of four stages in the middle of one).
-    assert set().union(*(result["boundary"] for result in results)) == {str(dtype)}
+    assert set().union(*(boundary for _, boundary, _ in results)) == {str(dtype)}
 
 
 class Hearing(Plain):
@@ -162,8 +147,8 @@ class Overflow(Plain):
 
 def overflow(layout: Layout, layer: int) -> dict[str, Any]:
     module = Overflow(layer)
-    make_trainer(layout, max_epochs=2, plugins=half_plugin()).fit(module, floats(8))
-    return {"history": module.history, "weights": weights(module)}
+    result = train(module, layout, floats(8), max_epochs=2, plugins=half_plugin())
+    return {"history": module.history, "weights": result.weights}
 
 
 @pytest.mark.rows(11)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hybrid import Faults
 from lightning_hybrid.torch_internals import FakeTensor
 from tests.pool import Pools
-from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, weights
+from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, train
 
 Layout = Mapping[str, Any] | None
 PP2_DP2 = LAYOUTS["pp2 x dp2"][2]
@@ -74,15 +74,14 @@ def drawn(layout: Layout, seed: int, repeat: int = 1) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for _ in range(repeat):
         seed_everything(seed, verbose=False)
-        module, losses = Draws(), Losses()
-        trainer = make_trainer(layout, callbacks=[losses], num_sanity_val_steps=0)
-        trainer.fit(module, loader(8, 32), loader(8, 16))
+        module = Draws()
+        trained = train(module, layout, loader(8, 32), loader(8, 16), num_sanity_val_steps=0)
         result = {
             "before": module._before.values,
             "after": module._after.values,
             "layers": {layer[-1].index: layer[-1].draws for layer in module.body if layer[-1].draws},
-            "losses": losses.values,
-            "weights": weights(module),
+            "losses": trained.losses,
+            "weights": trained.weights,
         }
     return result
 
@@ -124,7 +123,7 @@ class Masks(Regression):
 
 def dropped(layout: Layout, seed: int) -> dict[str, Any]:
     seed_everything(seed, verbose=False)
-    module, losses = Masks(), Losses()
+    module = Masks()
     masks: dict[int, list[list[bool]]] = {}
 
     def keep(index: int) -> Any:
@@ -137,10 +136,8 @@ def dropped(layout: Layout, seed: int) -> dict[str, Any]:
     for index, layer in enumerate(module.body):
         layer[2].register_forward_hook(keep(index))
     # The comparison of microbatches runs forwards without dropout, which hooks see too.
-    make_trainer({**layout, "faults": Faults(compare_microbatches=False)}, callbacks=[losses]).fit(
-        module, loader(8, 32)
-    )
-    return {"masks": masks, "losses": losses.values}
+    result = train(module, {**layout, "faults": Faults(compare_microbatches=False)}, loader(8, 32))
+    return {"masks": masks, "losses": result.losses}
 
 
 @pytest.mark.rows(64, 72)

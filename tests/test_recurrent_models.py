@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pools
-from tests.training_jobs import Losses, assert_same, make_trainer, plain, together, weights
+from tests.training_jobs import Result, assert_same, together, train
 
 WIDTH, CLASSES, LONGEST, ROWS = 12, 6, 14, 32
 
@@ -178,12 +178,10 @@ class PackedLayers(Recurrent):
 MODULES = [Speech, SpeechInSequential, Stacked, SortedText, PackedLayers]
 
 
-def fitted(module: type[Recurrent], layout: dict[str, Any] | None, batch_size: int = 8) -> dict[str, Any]:
-    """Losses, logged values and weights of a run."""
-    losses, made = Losses(), module()
-    trainer = make_trainer(layout, callbacks=[losses], max_epochs=2, log_every_n_steps=1)
-    trainer.fit(made, *[DataLoader(module.data(), batch_size) for _ in range(2)])
-    return {"losses": losses.values, "logged": plain(trainer.callback_metrics), "weights": weights(made)}
+def trained(module: type[Recurrent], layout: dict[str, Any] | None, batch_size: int = 8) -> Result:
+    """Train with validation on the same samples."""
+    data = [DataLoader(module.data(), batch_size) for _ in range(2)]
+    return train(module(), layout, *data, max_epochs=2, log_every_n_steps=1)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -192,10 +190,10 @@ def test_packed_sequences_between_layers_train_as_in_one_process(
     ranks: Pools, module: type[Recurrent], name: str
 ) -> None:
     size, replicas, layout = LAYOUTS[name]
-    expected = fitted(module, None)
-    results = ranks(size, lightning=True).run(fitted, module, layout, 8 // replicas)
-    assert_same(together([result["weights"] for result in results]), expected["weights"])
+    expected = trained(module, None)
+    results = ranks(size, lightning=True).run(trained, module, layout, 8 // replicas)
+    assert_same(together([result.weights for result in results]), expected.weights)
     for result in results:
-        assert_same(result["logged"], {**expected["logged"], "loss_step": result["logged"]["loss_step"]})
+        assert_same(result.metrics, {**expected.metrics, "loss_step": result.metrics["loss_step"]})
         if replicas == 1:
-            assert_same(result["losses"], expected["losses"])
+            assert_same(result.losses, expected.losses)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, train
 
 UNITS = {**PP2, "body": ["body"]}
 
@@ -87,10 +87,8 @@ def test_layers_that_change_during_training_are_refused(ranks: Pools, name: str,
 
 def without_dropout(layout: Any) -> list[float]:
     """What has no parameters may change inside of a layer."""
-    losses = Losses()
     change = Changes(lambda module: [setattr(part, "2", nn.Identity()) for part in module.body])
-    make_trainer(layout, callbacks=[change, losses]).fit(Regression(), loader())
-    return losses.values
+    return train(Regression(), layout, loader(), callbacks=[change]).losses
 
 
 def test_parts_without_parameters_may_change(ranks: Pools) -> None:

@@ -20,13 +20,13 @@ from tests.test_metrics_features import CLASSES, classes
 from tests.training_jobs import (
     LAYOUTS,
     PP2,
-    Losses,
     Regression,
     assert_same,
     loader,
     make_trainer,
     plain,
     together,
+    train,
     weights,
 )
 from tests.transparency import SEED, OracleKey, accumulating
@@ -426,10 +426,9 @@ def mixed(layout: Layout, microbatches: int) -> dict[str, Any]:
     seed_everything(SEED, verbose=False)
     cls = MixUp if layout is not None else accumulating(MixUp, OracleKey("mix_up", 1, True, microbatches))  # type: ignore[type-var]
     layout = None if layout is None else {**layout, "num_microbatches": microbatches}
-    shown, losses = Shown(), Losses()
-    module = cls()
-    make_trainer(layout, max_epochs=2, callbacks=[shown, losses]).fit(module, classes(8, 32))
-    return {"shown": shown.metrics, "losses": losses.values, "weights": weights(module)}
+    shown = Shown()
+    result = train(cls(), layout, classes(8, 32), max_epochs=2, callbacks=[shown])
+    return {"shown": shown.metrics, "losses": result.losses, "weights": result.weights}
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

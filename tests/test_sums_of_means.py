@@ -24,7 +24,7 @@ from lightning_hybrid.trainer.losses.loss_terms import LossTerms, TargetMeans, c
 from lightning_hybrid.trainer.losses.term_weights import TermWeights
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import together, train
 
 BATCH, SAMPLES, LENGTH, VOCABULARY = 4, 20, 6, 11
 
@@ -189,22 +189,13 @@ class Logged(Seen):
 def fit(name: str, layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, **arguments: Any) -> Any:
     """Train two epochs; return norms, logs, weights and warnings."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module, seen = Model(name), Logged()
+    seen = Logged()
+    how: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "log_every_n_steps": 1, **arguments}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(
-            layout,
-            callbacks=[seen],
-            max_epochs=2,
-            accumulate_grad_batches=accumulate,
-            log_every_n_steps=1,
-            **arguments,
-        )
-        trainer.fit(module, DataLoader(Tasks(), batch_size))
-    if layout is not None and ("zero_stage" in layout or "tensor_parallel_size" in layout):
-        trainer.strategy.gather_module()
+        result = train(Model(name), layout, DataLoader(Tasks(), batch_size), callbacks=[seen], **how)
     texts = [str(each.message) for each in caught if "microbatch" in str(each.message)]
-    return seen.norms, seen.logs, weights(module), texts
+    return seen.norms, seen.logs, result.weights, texts
 
 
 MORE: dict[str, dict[str, Any]] = {

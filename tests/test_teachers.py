@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from tests.pool import Pools
-from tests.training_jobs import Losses, make_trainer
+from tests.training_jobs import Result, train
 from tests.zoo.teacher import BYOL, MODULES, PATCHES, ForeachBYOL
 
 WIDTH, SAMPLES, STEPS = 8, 8, 3
@@ -179,24 +179,20 @@ class UntracedPair(EmbeddingPair):
 Job = tuple[Any, ...]
 
 
-def fit(layout: dict[str, Any] | None, jobs: list[Job], shape: tuple[int, ...], shares: bool) -> list[dict[str, Any]]:
-    """Train modules one after the other; `shares`: replicas divide the samples."""
-    found = []
+def trained(layout: dict[str, Any] | None, jobs: list[Job], shape: tuple[int, ...], shares: bool) -> list[Result | str]:
+    """Train modules one after the other; return results or errors. `shares`: replicas divide the samples."""
+    found: list[Result | str] = []
     for kind, *arguments in jobs:
         torch.manual_seed(0)
-        module, seen = kind(*arguments), Losses()
+        module = kind(*arguments)
         numbers = torch.Generator().manual_seed(5)
         x = torch.randn(STEPS * SAMPLES, *shape, generator=numbers, dtype=torch.float64)
         replicas = (layout or {}).get("data_parallel_size", 1) if shares else 1
         data = DataLoader(TensorDataset(x), SAMPLES // replicas)
-        trainer = make_trainer(layout, callbacks=[seen], precision="64-true", use_distributed_sampler=shares)
         try:
-            trainer.fit(module, data)
+            found.append(train(module, layout, data, precision="64-true", use_distributed_sampler=shares))
         except ValueError as error:
-            found.append({"error": str(error)})
-            continue
-        state = module.state_dict() if layout is None else trainer.strategy.lightning_module_state_dict()
-        found.append({"losses": seen.values, "state": {name: value.clone() for name, value in state.items()}})
+            found.append(str(error))
     return found
 
 
@@ -208,19 +204,19 @@ def size_of(layout: dict[str, Any]) -> int:
 def assert_like_one_process(
     ranks: Pools, layout: dict[str, Any], jobs: list[Job], shape: tuple[int, ...] = (WIDTH,), *, shares: bool = True
 ) -> None:
-    expected = fit(None, jobs, shape, shares)
-    results = ranks(size_of(layout), lightning=True).run(fit, layout, jobs, shape, shares, timeout=200.0)
+    expected = trained(None, jobs, shape, shares)
+    results = ranks(size_of(layout), lightning=True).run(trained, layout, jobs, shape, shares, timeout=200.0)
     wrong = []
-    for number, (job, one) in enumerate(zip(jobs, expected, strict=True)):
+    for job, one, *found in zip(jobs, expected, *results, strict=True):
         name = " ".join(getattr(each, "__name__", each) for each in job)
-        errors = [rank[number]["error"] for rank in results if "error" in rank[number]]
+        errors = [each for each in found if isinstance(each, str)]
         if errors:
             wrong.append(f"{name}: {errors[0][:300]}")
             continue
-        state = results[0][number]["state"]
-        gap = max(float((state[key] - value).abs().max()) for key, value in one["state"].items())
-        losses = torch.tensor([rank[number]["losses"] for rank in results], dtype=torch.float64).mean(0)  # of replicas
-        difference = float((losses - torch.tensor(one["losses"], dtype=torch.float64)).abs().max())
+        state = found[0].weights
+        gap = max(float((state[key] - value).abs().max()) for key, value in one.weights.items())
+        losses = torch.tensor([each.losses for each in found], dtype=torch.float64).mean(0)  # of replicas
+        difference = float((losses - torch.tensor(one.losses, dtype=torch.float64)).abs().max())
         if not max(gap, difference) < 1e-10:
             wrong.append(f"{name}: states differ by {gap:.2g}, losses by {difference:.2g}")
     assert not wrong, "\n".join(wrong)
@@ -355,7 +351,7 @@ class CompiledPair(Pair):
 def count_graphs(layout: dict[str, Any] | None) -> int:
     torch._dynamo.reset()
     COUNT[0] = 0
-    fit(layout, [(CompiledPair,)], (WIDTH,), True)
+    trained(layout, [(CompiledPair,)], (WIDTH,), True)
     return COUNT[0]
 
 

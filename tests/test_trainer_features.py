@@ -19,7 +19,19 @@ from torch import Tensor, nn
 
 from lightning_hybrid import HybridStrategy
 from tests.pool import Pools
-from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
+from tests.training_jobs import (
+    LAYOUTS,
+    PP2,
+    Losses,
+    Regression,
+    Result,
+    assert_same,
+    loader,
+    make_trainer,
+    together,
+    train,
+    weights,
+)
 
 Layout = Mapping[str, Any] | None
 
@@ -188,9 +200,7 @@ def saved(layout: Layout, path: str, asynchronous: bool) -> Any:
 
 def uninterrupted() -> dict[str, Tensor]:
     """Plain Lightning would begin the data anew after the two steps."""
-    module = Regression()
-    make_trainer(None, max_steps=4, max_epochs=2).fit(module, loader())
-    return weights(module)
+    return train(Regression(), None, loader(), max_steps=4, max_epochs=2).weights
 
 
 @pytest.mark.rows(56, 57, 58)
@@ -241,18 +251,16 @@ class CompiledLayers(Regression):
             layer.compile(backend="eager")
 
 
-def with_compiled_layers(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
-    losses, module = Losses(), CompiledLayers()
-    make_trainer(layout, callbacks=[losses], max_steps=3).fit(module, loader())
-    return losses.values, weights(module)
+def with_compiled_layers(layout: Layout) -> Result:
+    return train(CompiledLayers(), layout, loader(), max_steps=3)
 
 
 @pytest.mark.rows(62)
 def test_layers_that_are_compiled_one_by_one_train(ranks: Pools) -> None:
-    losses, expected = with_compiled_layers(None)
+    expected = with_compiled_layers(None)
     results = ranks(2, lightning=True).run(with_compiled_layers, PP2)
-    assert_same([result[0] for result in results], [losses, losses])
-    assert_same(together([result[1] for result in results]), expected)
+    assert_same([result.losses for result in results], [expected.losses] * 2)
+    assert_same(together([result.weights for result in results]), expected.weights)
 
 
 class OnMeta(Regression):
@@ -330,9 +338,7 @@ class Gathering(Regression):
 
 
 def gathered(layout: Layout, batch_size: int) -> float:
-    trainer = make_trainer(layout, max_steps=2)
-    trainer.fit(Gathering(), loader(batch_size))
-    return float(trainer.callback_metrics["mean_of_all"])
+    return train(Gathering(), layout, loader(batch_size), max_steps=2).metrics["mean_of_all"]
 
 
 @pytest.mark.rows(74)
@@ -351,10 +357,7 @@ class OnZeroOnly(Regression):
 
 
 def on_zero(layout: Layout) -> float | None:
-    trainer = make_trainer(layout, max_steps=2)
-    trainer.fit(OnZeroOnly(), loader())
-    value = trainer.callback_metrics.get("zero")
-    return None if value is None else float(value)
+    return train(OnZeroOnly(), layout, loader(), max_steps=2).metrics.get("zero")
 
 
 @pytest.mark.rows(27)
@@ -377,11 +380,10 @@ class Named(Regression):
 
 
 def named_groups(layout: Layout) -> Any:
-    losses, module = Losses(), Named()
-    trainer = make_trainer(layout, callbacks=[losses], max_epochs=2, accumulate_grad_batches=2)
-    trainer.fit(module, loader())
-    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return {"losses": losses.values, "rates": rates, "steps": trainer.estimated_stepping_batches}, weights(module)
+    result = train(Named(), layout, loader(), max_epochs=2, accumulate_grad_batches=2)
+    rates = [group["lr"] for group in result.trainer.optimizers[0].param_groups]
+    steps = result.trainer.estimated_stepping_batches
+    return {"losses": result.losses, "rates": rates, "steps": steps}, result.weights
 
 
 @pytest.mark.rows(31)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pools
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import Result, together, train
 
 SAMPLES, STEPS, WIDTH = 8, 3, 6
 
@@ -123,20 +123,21 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2)
 
 
-def fit(layout: dict[str, Any] | None, layers: list[type[Writes]], is_chain: bool) -> list[dict[str, Any]]:
-    """Train a module with each layer; return its parameters, buffers and the warnings about states."""
+def trained(
+    layout: dict[str, Any] | None, layers: list[type[Writes]], is_chain: bool
+) -> list[tuple[Result, list[str]]]:
+    """Train a module with each layer, and return the warnings about states too."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS * SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (len(x),), generator=generator)
     found = []
     for layer in layers:
-        module = Net(layer, is_chain=is_chain)
+        data = DataLoader(TensorDataset(x, y), SAMPLES)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            make_trainer(layout, precision="64-true").fit(module, DataLoader(TensorDataset(x, y), SAMPLES))
+            result = train(Net(layer, is_chain=is_chain), layout, data, precision="64-true")
         texts = [str(each.message) for each in caught if "values that depend on the batch" in str(each.message)]
-        buffers = {name: value.clone() for name, value in module.named_buffers() if not value.is_meta}
-        found.append({"weights": weights(module) | buffers, "texts": texts})
+        found.append((result, texts))
     return found
 
 
@@ -146,15 +147,15 @@ ALIKE = [Sum, Largest, Queue, Counter]
 
 def texts_of(results: list[Any]) -> list[list[str]]:
     """What the ranks said of each layer."""
-    return [[text for each in of_ranks for text in each["texts"]] for of_ranks in zip(*results, strict=True)]
+    return [[text for _, texts in of_ranks for text in texts] for of_ranks in zip(*results, strict=True)]
 
 
 def assert_equal(ranks: Pools, layout: dict[str, Any], layers: list[type[Writes]], is_chain: bool) -> list[list[str]]:
     size = layout.get("pipeline_parallel_size", 1)
-    results = ranks(size, lightning=True).run(fit, layout, layers, is_chain)
-    for layer, of_ranks, expected in zip(layers, zip(*results, strict=True), fit(None, layers, is_chain), strict=True):
-        found = together([each["weights"] for each in of_ranks])
-        for name, value in expected["weights"].items():
+    results = ranks(size, lightning=True).run(trained, layout, layers, is_chain)
+    for layer, (expected, _), *of_ranks in zip(layers, trained(None, layers, is_chain), *results, strict=True):
+        found = together([result.weights for result, _ in of_ranks])
+        for name, value in expected.weights.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=f"{layer.__name__}: {name}")
     return texts_of(results)
 
@@ -193,7 +194,7 @@ def test_a_queue_that_the_loss_uses_takes_one_microbatch(ranks: Pools, is_chain:
 @pytest.mark.parametrize("layout", [{"num_microbatches": 4}, {"num_microbatches": 4, "pipeline_parallel_size": 2}])
 def test_a_number_that_was_set_is_kept(ranks: Pools, layout: dict[str, Any]) -> None:
     size = layout.get("pipeline_parallel_size", 1)
-    results = ranks(size, lightning=True).run(fit, layout, DIFFERENT, True)
+    results = ranks(size, lightning=True).run(trained, layout, DIFFERENT, True)
     for said in texts_of(results):
         assert len(said) == 1
         assert "With the 4 microbatches that you set, the state is updated once for each microbatch" in said[0]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
@@ -73,13 +76,13 @@ class WithoutOptimizer(Regression):
 
 
 class Losses(Callback):
-    """Keeps the loss of every batch."""
+    """Keeps the loss of every batch, which is not a number where the step returns none."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(float(outputs["loss"]))
+        self.values.append(float((outputs or {}).get("loss", math.nan)))
 
 
 def dataset(num_samples: int = 36, seed: int = 1) -> TensorDataset:
@@ -117,6 +120,55 @@ def users_trainer(layout: Mapping[str, Any] | None, **arguments: Any) -> Trainer
     return make_trainer(None if layout is None else {"gather_module_on_teardown": "auto", **layout}, **arguments)
 
 
+@dataclass
+class Result:
+    """Outcome of a training.
+
+    Attributes:
+        weights: The full state dict, on every rank.
+        losses: The loss of each batch, as `Losses` has it.
+        metrics: What was logged, as numbers.
+        held: The names of the parameters that this rank held in the run.
+        trainer: The Trainer. It is not sent to other processes, which see ``None``.
+    """
+
+    weights: dict[str, Any]
+    losses: list[float]
+    metrics: dict[str, float]
+    held: list[str]
+    trainer: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}
+
+
+def train(
+    module: LightningModule, layout: Mapping[str, Any] | None, *data: Any, ckpt_path: str | None = None, **trainer: Any
+) -> Result:
+    """Train a module and return its weights, losses and metrics.
+
+    After the run the module is gathered, and parameters that this rank held must be as they were.
+
+    Args:
+        module: The module.
+        layout: The arguments of the strategy; ``None`` is one process and Lightning's own strategy.
+        data: The loaders, for training and for validation; none if the module has its own.
+        ckpt_path: A checkpoint to start from.
+        trainer: The arguments of the Trainer.
+    """
+    losses = Losses()
+    run = make_trainer(layout, **{**trainer, "callbacks": [*trainer.get("callbacks", []), losses]})
+    run.fit(module, *data, ckpt_path=ckpt_path)
+    held = weights(module)
+    if isinstance(run.strategy, HybridStrategy):
+        run.strategy.gather_module()
+    state = copy.deepcopy(dict(module.state_dict()))
+    for name, value in held.items():
+        if not isinstance(value, DTensor):
+            assert_same(state[name], value, rtol=0.0, where=name)
+    return Result(state, losses.values, plain(run.callback_metrics), list(held), run)
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The parameters that live on this rank."""
     return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
@@ -138,7 +190,10 @@ def plain(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def assert_same(actual: Any, expected: Any, rtol: float = 1e-10, where: str = "value") -> None:
-    """Trees of numbers, tensors and anything else are equal: numbers up to a relative tolerance."""
+    """Trees of numbers, tensors and anything else are equal: numbers up to a relative tolerance.
+
+    Results are equal if their weights, losses and metrics are.
+    """
     if isinstance(expected, Mapping):
         assert isinstance(actual, Mapping), where
         assert list(actual) == list(expected) or sorted(map(str, actual)) == sorted(map(str, expected)), (
@@ -146,6 +201,9 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-10, where: str = "v
         )
         for key in expected:
             assert_same(actual[key], expected[key], rtol, f"{where}[{key!r}]")
+    elif isinstance(expected, Result):
+        for name in ("weights", "losses", "metrics"):
+            assert_same(getattr(actual, name), getattr(expected, name), rtol, f"{where}.{name}")
     elif isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected), f"{where}: {actual}, expected {expected}"
         for index, (mine, other) in enumerate(zip(actual, expected, strict=True)):

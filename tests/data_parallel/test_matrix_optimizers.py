@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.lamb import Lamb
 from tests.pool import Pools
-from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import PP2, Regression, assert_same, loader, train
 
 SHARED: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"embed": "colwise_gather_output"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -52,13 +52,8 @@ class Matrices(Regression):
 def trained(layout: dict[str, Any] | None, batch_size: int) -> dict[str, dict[str, Tensor]]:
     states = {}
     for kind in ("muon", "lamb"):
-        module = Matrices(kind)
-        trainer = make_trainer(layout, max_epochs=2)
         with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", zeropower):
-            trainer.fit(module, loader(batch_size))
-        if layout is not None:
-            trainer.strategy.gather_module()
-        states[kind] = {name: value.clone() for name, value in module.state_dict().items()}
+            states[kind] = train(Matrices(kind), layout, loader(batch_size), max_epochs=2).weights
     return states
 
 

@@ -23,7 +23,7 @@ from lightning_hybrid.data_parallel.zero.param import RowShards, shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import flatten_blocks, full_tensor, to_local
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer, together
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, together, train
 
 pytestmark = pytest.mark.distributed
 STAGES = [1, 2, 3]
@@ -212,9 +212,8 @@ class Overflowing(Regression):
 def half(layout: Mapping[str, Any]) -> dict[str, Any]:
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
     module = Overflowing()
-    trainer = make_trainer(layout, max_epochs=2, plugins=plugin, gradient_clip_val=0.4)
-    trainer.fit(module, loader())
-    return {"scales": module.scales, "weights": whole(module)}
+    result = train(module, layout, loader(), max_epochs=2, plugins=plugin, gradient_clip_val=0.4)
+    return {"scales": module.scales, "weights": result.weights}
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
@@ -246,10 +245,8 @@ class Uneven(Regression):
 
 
 def uneven(stage: int) -> dict[str, Tensor]:
-    module = Uneven()
     layout = {"zero_stage": stage, "num_microbatches": 4, "tuning": Tuning(reshard_after_forward=True)}
-    make_trainer(layout, max_epochs=3, use_distributed_sampler=False).fit(module)
-    return whole(module)
+    return train(Uneven(), layout, max_epochs=3, use_distributed_sampler=False).weights
 
 
 def test_replicas_may_have_batches_of_other_sizes(ranks: Pools) -> None:
@@ -326,8 +323,8 @@ def trained(cls: type[Regression], layout: Mapping[str, Any], **arguments: Any) 
     module = cls()
     if "average" in arguments:
         arguments = {"callbacks": [WeightAveraging(avg_fn=_mean)]}
-    make_trainer(layout, max_epochs=2, **arguments).fit(module, loader(), loader(seed=2))
-    return {"weights": whole(module), "asked": getattr(module, "asked", [])}
+    result = train(module, layout, loader(), loader(seed=2), max_epochs=2, **arguments)
+    return {"weights": result.weights, "asked": getattr(module, "asked", [])}
 
 
 def _mean(averaged: Tensor, current: Tensor, count: Any) -> Tensor:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid import Tuning
-from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, train
 
 
 def blocks(count: int, width: int = 8) -> nn.Sequential:
@@ -173,10 +172,8 @@ LAYOUTS = [
 ]
 
 
-def train(cls: type[Base], layout: Mapping[str, Any]) -> dict[str, Tensor]:
-    module = cls()
-    make_trainer(layout, max_epochs=2, limit_train_batches=3).fit(module, loader())
-    return {name: full_tensor(parameter).detach().clone() for name, parameter in module.named_parameters()}
+def trained(cls: type[Base], layout: Mapping[str, Any]) -> dict[str, Tensor]:
+    return train(cls(), layout, loader(), max_epochs=2, limit_train_batches=3).weights
 
 
 @pytest.mark.distributed
@@ -191,9 +188,9 @@ def train(cls: type[Base], layout: Mapping[str, Any]) -> dict[str, Tensor]:
 def test_numbers_are_those_of_replicas_that_hold_everything(
     ranks: Pools, cls: type[Base], layouts: list[dict[str, Any]]
 ) -> None:
-    expected = ranks(2, lightning=True).run(train, cls, {})
+    expected = ranks(2, lightning=True).run(trained, cls, {})
     for layout in layouts:
-        assert_same(ranks(2, lightning=True).run(train, cls, layout), expected, rtol=1e-10, where=str(layout))
+        assert_same(ranks(2, lightning=True).run(trained, cls, layout), expected, rtol=1e-10, where=str(layout))
 
 
 def two_runs() -> str:

@@ -20,7 +20,7 @@ from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.desync import Change, DesyncWatch, Noted, first_difference
 from lightning_hybrid.distributed.watch.failures import Failures
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
+from tests.training_jobs import PP2, Regression, Result, assert_same, loader, make_trainer, together, train
 
 A, B, C = Change(1, "batch", "a"), Change(3, "batch", "b"), Change(4, "mode", "c")
 
@@ -260,15 +260,12 @@ class Differing(Regression):
             self.log("mine", loss, sync_dist=True)
 
 
-def fit(layout: Mapping[str, Any] | None, how: str) -> tuple[str, Any, Any]:
-    """What ends a run, or else the losses and weights."""
-    module, losses = Differing(how), Losses()
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], num_sanity_val_steps=0)
+def trained(layout: Mapping[str, Any] | None, how: str) -> str | Result:
+    """What ends a run, or else its result."""
     try:
-        trainer.fit(module, loader(), loader())
+        return train(Differing(how), layout, loader(), loader(), max_epochs=2, num_sanity_val_steps=0)
     except ValueError as error:
-        return str(error), None, None
-    return "", losses.values, weights(module)
+        return str(error)
 
 
 TWO = {"num_microbatches": 2}  # replicas, each with microbatches
@@ -306,7 +303,7 @@ CASES = {
 def test_what_differs_is_named_with_its_ranks_on_every_rank(ranks: Pools, how: str) -> None:
     """Some of these wait for each other for ever, some end inside gloo, and some train something else."""
     layout, expected = CASES[how]
-    texts = [text for text, *_ in ranks(2, lightning=True).run(fit, layout, how, timeout=40)]
+    texts = ranks(2, lightning=True).run(trained, layout, how, timeout=40)
     assert texts[0] == texts[1]
     assert texts[0].startswith(expected), texts[0]
 
@@ -315,12 +312,11 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank(ranks: Pools, how: s
 def test_ranks_that_do_the_same_train_as_ever(ranks: Pools, layout: Mapping[str, Any]) -> None:
     """The last batch of an epoch is shorter, and evaluation comes in between."""
     replicas = 2 if "zero_stage" in layout else 1
-    results = ranks(2, lightning=True).run(
-        fit, {**layout, "num_microbatches": 2, "faults": Faults(detect_desync=True)}, ""
-    )
-    assert [text for text, *_ in results] == ["", ""]
+    layout = {**layout, "num_microbatches": 2, "faults": Faults(detect_desync=True)}
+    results = ranks(2, lightning=True).run(trained, layout, "")
+    assert all(isinstance(result, Result) for result in results), results
     if replicas == 1:
-        _, losses, _ = fit(None, "")
-        assert_same(results[0][1], losses)
-    if "pipeline_parallel_size" in layout:
-        assert_same(together([parts for *_, parts in results]), fit(None, "")[2])
+        expected = trained(None, "")
+        assert isinstance(expected, Result)
+        assert_same([result.losses for result in results], [expected.losses] * 2)
+        assert_same(together([result.weights for result in results]), expected.weights)

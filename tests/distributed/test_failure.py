@@ -40,7 +40,7 @@ from lightning_hybrid.distributed.watch.verdict.waits import Meeting, Messages, 
 from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread, may_wait, seconds_of_sleep
 from lightning_hybrid.distributed.watch.watcher import GUARD_NAME, THREAD_NAME, Watcher
 from tests.pool import Pools
-from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, train
 
 #: Seconds from the first exception to the last one.
 QUICK = 5.0
@@ -139,19 +139,13 @@ class Failing(Regression):
         self.fail("on_fit_start")
 
 
-def losses_of(layout: Mapping[str, Any]) -> list[float]:
-    losses = Losses()
-    make_trainer(layout, callbacks=[losses]).fit(Regression(), loader())
-    return losses.values
-
-
 def fail(layout: Mapping[str, Any], arguments: tuple[Any, ...]) -> tuple[str, str, float, bool, list[float]]:
     """What a rank raises, and when; then another Trainer trains in the same process while the exception is alive."""
     with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at in the tests
         make_trainer(layout, max_epochs=2, num_sanity_val_steps=0).fit(Failing(*arguments), loader(), loader())
     when = time.time()
     left = dist.is_initialized()
-    return type(error.value).__name__, str(error.value), when, left, losses_of(layout)
+    return type(error.value).__name__, str(error.value), when, left, train(Regression(), layout, loader()).losses
 
 
 LAYOUT_OF_SIZE: dict[int, dict[str, Any]] = {
@@ -163,7 +157,7 @@ LAYOUT_OF_SIZE: dict[int, dict[str, Any]] = {
 
 def check_failure(ranks: Pools, size: int, *arguments: Any, **changes: Any) -> dict[int, str]:
     layout = {**LAYOUT_OF_SIZE[size], **changes}
-    expected = losses_of_one()
+    expected = train(Regression(), None, loader()).losses
     results = ranks(size, lightning=True).run(fail, layout, arguments, timeout=30)
     times = [result[2] for result in results]
     assert max(times) - min(times) < QUICK, times
@@ -173,12 +167,6 @@ def check_failure(ranks: Pools, size: int, *arguments: Any, **changes: Any) -> d
         if size < 4:
             assert_same(losses, expected)
     return {rank: result[1] for rank, result in enumerate(results)}
-
-
-def losses_of_one() -> list[float]:
-    losses = Losses()
-    make_trainer(None, callbacks=[losses]).fit(Regression(), loader())
-    return losses.values
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

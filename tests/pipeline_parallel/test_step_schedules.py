@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.links import step_schedules
@@ -30,7 +31,7 @@ from lightning_hybrid.pipeline_parallel.recorder import Range
 from lightning_hybrid.pipeline_parallel.schedules import Action
 from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
 from tests.pool import Pools
-from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer, plain
+from tests.training_jobs import Regression, Result, assert_same, loader, train
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
@@ -96,17 +97,23 @@ def test_the_choice_is_told_with_its_reasons() -> None:
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[str, Any]:
-    """Two epochs of five steps.
+class ExtraInFlight(Callback):
+    """The extra microbatches in flight at the end of a run, before the module is gathered."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.value = trainer.strategy.run.training_step.schedules.extra_in_flight
+
+
+def trained(layout: Any, folder: str = "", delay: float | None = None) -> tuple[Result, Any, list[str]]:
+    """Train two epochs of five steps; return the result, the extra microbatches in flight, and messages about them.
 
     Args:
-        layout: Of the strategy.
-        folder: Where a step of the second epoch is drawn; nowhere by default.
-        delay: With it each rank takes itself for another machine, that far away.
+        layout: The arguments of the strategy.
+        folder: The folder for the timelines of two steps; without it no step is recorded.
+        delay: The delay of each link in seconds. If it is given, each rank acts as a machine of its own.
     """
-    module, losses, told = Regression(), Losses(), list[str]()
-    callbacks: list[Any] = [losses, *([HybridTimeline([1, 7], folder)] if folder else [])]
-    trainer = make_trainer(layout, max_epochs=2, callbacks=callbacks)
+    told, extra = list[str](), ExtraInFlight()
+    callbacks = [extra, *([HybridTimeline([1, 7], folder)] if folder else [])]
     host = f"node{os.environ['RANK']}"
 
     def delays(*arguments: Any) -> dict[int, Delay]:
@@ -120,12 +127,8 @@ def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[s
         patches.enter_context(patch.object(step_schedules, "measure_delays", delays))
         if delay is not None:
             patches.enter_context(patch.object(socket, "gethostname", return_value=host))
-        trainer.fit(module, loader(), loader())
-    return {
-        "same": {"losses": losses.values, "metrics": plain(trainer.callback_metrics)},
-        "extra": trainer.strategy.run.training_step.schedules.extra_in_flight,
-        "told": [text for text in told if "extra_in_flight" in text],
-    }
+        result = train(Regression(), layout, loader(), loader(), max_epochs=2, callbacks=callbacks)
+    return result, extra.value, [text for text in told if "extra_in_flight" in text]
 
 
 @pytest.mark.parametrize(
@@ -138,22 +141,22 @@ def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[s
 def test_what_is_chosen_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[str, Any], tmp_path: Any) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, **layout}
     pool = ranks(2, lightning=True)
-    expected = pool.run(trained, layout)[0]["same"]
+    expected, *_ = pool.run(trained, layout)[0]
     found = pool.run(trained, {**layout, "tuning": Tuning(extra_in_flight="auto")}, str(tmp_path), 10.0)
-    assert [each["extra"] for each in found] == [found[0]["extra"]] * 2
-    assert found[0]["extra"][0] > 3
-    for each in found:
-        each["same"]["metrics"] = {k: v for k, v in each["same"]["metrics"].items() if not k.startswith("timeline")}
-        assert_same(each["same"], expected, 0.0)
-    assert [len(each["told"]) for each in found] == [1, 0]
+    assert [extra for _, extra, _ in found] == [found[0][1]] * 2
+    assert found[0][1][0] > 3
+    for result, *_ in found:
+        result.metrics = {k: v for k, v in result.metrics.items() if not k.startswith("timeline")}
+        assert_same(result, expected, 0.0)
+    assert [len(told) for *_, told in found] == [1, 0]
     assert {path.name for path in tmp_path.iterdir()} >= {"batch-1.svg", "batch-7.svg"}
 
 
 def test_inside_a_machine_nothing_is_measured_and_none_is_chosen(ranks: Pools) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, "tuning": Tuning(extra_in_flight="auto")}
-    for each in ranks(2, lightning=True).run(trained, layout):
-        assert each["extra"] == (0,)
-        assert each["told"] == []
+    for _, extra, told in ranks(2, lightning=True).run(trained, layout):
+        assert extra == (0,)
+        assert told == []
 
 
 @pytest.mark.thorough
@@ -169,8 +172,8 @@ def test_inside_a_machine_nothing_is_measured_and_none_is_chosen(ranks: Pools) -
 )
 def test_all_ranks_make_the_same_choice_under_any_layout(ranks: Pools, layout: dict[str, Any]) -> None:
     pool = ranks(4, lightning=True)
-    expected = pool.run(trained, layout)[0]["same"]
+    expected, *_ = pool.run(trained, layout)[0]
     found = pool.run(trained, {**layout, "tuning": Tuning(extra_in_flight="auto")}, "", 10.0)
-    assert len({each["extra"] for each in found}) == 1
-    assert any(found[0]["extra"])
-    assert_same(found[0]["same"], expected, 0.0)
+    assert len({extra for _, extra, _ in found}) == 1
+    assert any(found[0][1])
+    assert_same(found[0][0], expected, 0.0)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from torch import Tensor
 from typing_extensions import override
 
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer, together, weights
+from tests.training_jobs import Regression, Result, assert_same, loader, together, train
 
 
 class Workers(ClusterEnvironment):
@@ -62,14 +61,15 @@ class Workers(ClusterEnvironment):
         return 0
 
 
-def train(layout: dict[str, Any] | None) -> dict[str, Tensor]:
-    where: dict[str, Any] = {} if layout is None else {"devices": "auto", "plugins": [Workers()]}
-    trainer, module = make_trainer(layout, **where), Regression()
-    trainer.fit(module, loader())
-    assert layout is None or trainer.world_size == int(os.environ["WORLD_SIZE"])
-    return weights(module)
+def trained(layout: dict[str, Any]) -> Result:
+    result = train(Regression(), layout, loader(), devices="auto", plugins=[Workers()])
+    assert result.trainer.world_size == int(os.environ["WORLD_SIZE"])
+    return result
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2, "num_microbatches": 4}], ids=["pp2"])
 def test_every_worker_of_the_cluster_is_a_rank(ranks: Pools, layout: dict[str, Any]) -> None:
-    assert_same(together(ranks(2, lightning=True).run(train, layout)), train(None))
+    expected = train(Regression(), None, loader())
+    results = ranks(2, lightning=True).run(trained, layout)
+    assert_same(results, [expected, expected])
+    together([result.weights for result in results])

@@ -20,14 +20,13 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.watcher import THREAD_NAME
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 from lightning_hybrid.trainer import lightning_internals
 from tests.pool import Pools
-from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, weights
+from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, train
 
 QUICK = 10.0  # seconds, on a machine that does other things too
 EPOCHS = 20  # if nothing stops them
@@ -108,10 +107,7 @@ def stop(
 
 
 def finish(layout: Mapping[str, Any] | None, directory: str, epochs: int, path: str | None) -> dict[str, Any]:
-    module = Signalled()
-    trainer = make_trainer(layout, max_epochs=epochs)
-    trainer.fit(module, loader(shuffle=True), loader(), ckpt_path=path)
-    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in weights(module).items()}
+    return train(Signalled(), layout, loader(shuffle=True), loader(), max_epochs=epochs, ckpt_path=path).weights
 
 
 class Validated(Callback):

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridStrategy, Launch, Tuning
 from lightning_hybrid.axes import Sizes
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, plain, weights
+from tests.training_jobs import (
+    PP2,
+    Losses,
+    Regression,
+    Result,
+    assert_same,
+    loader,
+    make_trainer,
+    plain,
+    train,
+    weights,
+)
 
 
 class Eventful(Regression):
@@ -82,14 +93,11 @@ def test_more_in_flight_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[st
     assert_same(result, expected, 0.0)
 
 
-def fitted(layout: Any, **arguments: Any) -> dict[str, Any]:
-    module, losses = Regression(), Losses()
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], **arguments)
-    trainer.fit(module, loader(), loader())
-    return {"losses": losses.values, "metrics": plain(trainer.callback_metrics)}
+def fitted(layout: Any, **arguments: Any) -> Result:
+    return train(Regression(), layout, loader(), loader(), max_epochs=2, **arguments)
 
 
-def fitted_by_name(name: str) -> dict[str, Any]:
+def fitted_by_name(name: str) -> Result:
     return fitted({}, strategy=name)
 
 
@@ -132,7 +140,7 @@ def test_yaml_and_the_command_line_make_the_strategy(ranks: Pools, tmp_path: Pat
     strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"trainer": {**trainer, "strategy": strategy}}))
-    expected = {"metrics": fitted(None)["metrics"], "strategy": "HybridStrategy"}
+    expected = {"metrics": fitted(None).metrics, "strategy": "HybridStrategy"}
     words = ["--trainer.strategy.num_microbatches", "2", "--trainer.strategy.schedule", "gpipe"]
     for extra in ([], words):
         for result in ranks(2, lightning=True).run(from_yaml, str(path), extra):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Regression, assert_same, loader, train
 
 
 class Packed(nn.Module):
@@ -55,12 +54,9 @@ class Packing(Encoding):
 
 
 def trained(make: type[Encoding], layout: Mapping[str, Any] | None, compiles: bool = True) -> tuple[Any, int]:
-    """Parameters after some steps, and how many graphs were compiled for them."""
+    """Weights after some steps, and how many graphs were compiled for them."""
     counters.clear()
-    module = make(compiles)
-    make_trainer(layout, max_epochs=1).fit(module, loader())
-    parameters = {name: full_tensor(each.detach()) for name, each in module.named_parameters()}
-    return parameters, counters["stats"]["unique_graphs"]
+    return train(make(compiles), layout, loader()).weights, counters["stats"]["unique_graphs"]
 
 
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}

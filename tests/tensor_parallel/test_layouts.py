@@ -24,7 +24,7 @@ from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_ope
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, train
 
 AXES = "data_parallel", "tensor_parallel"
 S0, S1, B = Shard(0), Shard(1), Replicate()
@@ -214,9 +214,7 @@ class Spread(Regression):
 
 
 def spread(layout: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    module = Spread()
-    make_trainer(layout, max_epochs=2).fit(module, loader())
-    return {name: full_tensor(each.detach()) for name, each in module.named_parameters()}
+    return train(Spread(), layout, loader(), max_epochs=2).weights
 
 
 def test_a_parameter_that_a_step_lays_out_gets_its_gradient(ranks: Pools) -> None:

@@ -17,7 +17,7 @@ from transformers import BatchEncoding, BertConfig, BertForMaskedLM, GPT2Config,
 
 from lightning_hybrid import count_tokens
 from tests.pool import Pools, RankError
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import together, train
 
 VOCABULARY = 32
 
@@ -166,10 +166,8 @@ def _collate(rows: list[dict[str, Tensor]]) -> BatchEncoding:
 
 def language(layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, module: Any = Language) -> Any:
     rows = [{key: value[i] for key, value in batch.items()} for batch in batches(3) for i in range(8)]
-    trainer = make_trainer(layout, accumulate_grad_batches=accumulate, limit_val_batches=0)
-    made = module().double()
-    trainer.fit(made, DataLoader(rows, batch_size, collate_fn=_collate))
-    return weights(made)
+    data = DataLoader(rows, batch_size, collate_fn=_collate)
+    return train(module().double(), layout, data, accumulate_grad_batches=accumulate, limit_val_batches=0).weights
 
 
 def test_a_language_model_learns_as_in_one_process(ranks: Pools) -> None:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_hybrid import Faults
 from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.strategy.checks import check_nonfinite
 from lightning_hybrid.trainer.debug.nonfinite_gradients import SKIPPED
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, loader, make_trainer, weights
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, train, weights
 
 #: Optimizer steps of ten, two epochs of five batches, whose gradients are not finite.
 BAD = (1, 2, 6)
@@ -88,12 +87,11 @@ class Skipped(Callback):
 
 
 def fit(layout: Mapping[str, Any] | None, arguments: Mapping[str, Any], *, fused: bool, batch_size: int) -> Any:
-    """The parameters of this rank, what was logged, and how many steps there were."""
+    """The weights, what was logged, and how many steps there were."""
     module, skipped = Oracle(fused) if layout is None else Spoiled(fused), Skipped()
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[skipped], **arguments)
-    trainer.fit(module, loader(batch_size, num_samples=40))
-    held = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights(module).items()}
-    return held, skipped.counts, trainer.global_step
+    data = loader(batch_size, num_samples=40)
+    result = train(module, layout, data, max_epochs=2, callbacks=[skipped], **arguments)
+    return result.weights, skipped.counts, result.trainer.global_step
 
 
 SKIP: dict[str, Any] = {"faults": Faults(on_nonfinite="skip")}
@@ -122,8 +120,8 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was_on_every_rank(ranks:
     expected = [fit(None, each, fused=False, batch_size=8) for each in ({"gradient_clip_val": 0.05}, {})]
     results = ranks(2, lightning=True).run(fit_twice, layout, 8 // replicas)
     for of_rank in results:
-        for (held, counts, steps), (weights_of_one, _, steps_of_one) in zip(of_rank, expected, strict=True):
-            assert_same(held, {name: weights_of_one[name] for name in held})
+        for (found, counts, steps), (weights_of_one, _, steps_of_one) in zip(of_rank, expected, strict=True):
+            assert_same(found, weights_of_one)
             assert steps == steps_of_one == 10
             assert counts == [float(sum(bad <= batch for bad in BAD)) for batch in range(10)]
 

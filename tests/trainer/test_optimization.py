@@ -9,12 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_hybrid.distributed.sizes import accumulated_batches
 from tests.pool import Pools
-from tests.training_jobs import Manual, Regression, assert_same, dataset, loader, make_trainer, together, weights
+from tests.training_jobs import Manual, Regression, assert_same, dataset, loader, make_trainer, together, train
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1x1x1": (1, {}),
@@ -66,40 +65,30 @@ class Steps(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def train(layout: Mapping[str, Any] | None, batch_size: int, num_samples: int = 48, **arguments: Any) -> Any:
+def trained(layout: Mapping[str, Any] | None, batch_size: int, num_samples: int = 48, accumulate: int = 1) -> Any:
+    """Train, and return the weights, the number of steps, and that which was planned."""
     module = Steps()
-    trainer = make_trainer(layout, max_epochs=2, **arguments)
-    former = trainer.accumulate_grad_batches
-    trainer.fit(module, loader(batch_size, num_samples))
-    assert trainer.accumulate_grad_batches == former
-    found = {name: to_full(value) for name, value in weights(module).items()}
-    return found, trainer.global_step, module.planned
-
-
-def to_full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    how: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    result = train(module, layout, loader(batch_size, num_samples), **how)
+    assert result.trainer.accumulate_grad_batches == accumulate
+    return result.weights, result.trainer.global_step, module.planned
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_is_that_of_one_process_with_all_samples(ranks: Pools, name: str) -> None:
     size, layout = LAYOUTS[name]
-    found = ranks(size, lightning=True).run(train, {**layout, "global_batch_size": 16}, 2)
-    ((expected, steps, planned),) = ranks(1, lightning=True).run(train, None, 16)
+    found = ranks(size, lightning=True).run(trained, {**layout, "global_batch_size": 16}, 2)
+    ((expected, steps, planned),) = ranks(1, lightning=True).run(trained, None, 16)
     assert_same(together([part for part, _, _ in found]), expected)
     assert {of_rank[1:] for of_rank in found} == {(steps, planned)} == {(6, 6)}
 
 
 def test_the_rest_of_an_epoch_is_as_in_lightning(ranks: Pools) -> None:
     """40 samples are two steps of 16, and one of the two batches that are left."""
-    ((found, steps, _),) = ranks(1, lightning=True).run(train, {"global_batch_size": 16}, 4, 40)
-    arguments = {"accumulate_grad_batches": 4}
-    ((expected, expected_steps, _),) = ranks(1, lightning=True).run(lightnings_own, arguments)
+    ((found, steps, _),) = ranks(1, lightning=True).run(trained, {"global_batch_size": 16}, 4, 40)
+    ((expected, expected_steps, _),) = ranks(1, lightning=True).run(trained, None, 4, 40, 4)  # Lightning's own
     assert_same(found, expected)
     assert steps == expected_steps == 6
-
-
-def lightnings_own(arguments: Mapping[str, Any]) -> Any:
-    return train(None, 4, 40, **arguments)
 
 
 def refused(case: str) -> str:

@@ -22,7 +22,6 @@ import lightning_hybrid
 from lightning_hybrid import HybridStrategy, Tuning
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.cli.main import main
-from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.trainer.precision import scale_half
 from lightning_hybrid.tuning import choice
 from lightning_hybrid.tuning.arguments import every_argument, nested
@@ -34,7 +33,7 @@ from lightning_hybrid.tuning.measure import measure_machine
 from lightning_hybrid.tuning.search_space import search_space
 from tests.pool import Pools
 from tests.strategy.test_open_arguments import ALL_OPEN, AUTO
-from tests.training_jobs import Manual, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Manual, Regression, assert_same, loader, make_trainer, train
 from tests.tuning.test_module_profile import Blocks, make_profile
 from tests.zoo.context import Uneven
 
@@ -125,12 +124,6 @@ def found_and_trained(
         choice.measure_machine = measure_machine
 
 
-def one_process() -> dict[str, Tensor]:
-    module = Shared()
-    make_trainer(None).fit(module, loader(8, 32))
-    return {name: value.detach() for name, value in module.named_parameters()}
-
-
 FAST = {"node_latency": 1e-9, "node_bandwidth": 1e12, "operation_seconds": 1e-9, "flops": 1e8, "memory_bandwidth": 1e8}
 SLOW = {"node_latency": 1e-3, "node_bandwidth": 1e3, "operation_seconds": 1e-9}
 
@@ -151,7 +144,7 @@ def test_what_is_found_trains_as_one_process_on_every_rank(name: str, ranks: Poo
     given = {"layout": "auto", "global_batch_size": 8, **arguments}
     pool = ranks(num_ranks, lightning=True)
     results = pool.run(found_and_trained, given, figures, 8 // num_ranks, num_ranks == 4)
-    expected = one_process()
+    expected = train(Shared(), None, loader(8, 32)).weights
     for result in results:
         assert (result["sizes"], result["settings"]) == (Sizes(*sizes), results[0]["settings"])
         assert_same(result["weights"], expected, 1e-10)
@@ -175,27 +168,24 @@ def shared_sequences(figures: dict[str, Any]) -> dict[str, Any]:
 
     choice.measure_machine = machine  # type: ignore[assignment]
     try:
-        module = Uneven().double()
-        trainer = make_trainer({"layout": "auto", "context_parallel_size": 2, "tensor_parallel_size": [1]}, max_steps=2)
-        trainer.fit(module)
-        strategy = trainer.strategy
+        layout = {"layout": "auto", "context_parallel_size": 2, "tensor_parallel_size": [1]}
+        result = train(Uneven().double(), layout, max_steps=2)
+        strategy = result.trainer.strategy
         assert isinstance(strategy, HybridStrategy)
-        values = {name: value.detach().clone() for name, value in module.named_parameters()}
-        return {"sizes": strategy.sizes, "settings": strategy.settings, "weights": values}
+        return {"sizes": strategy.sizes, "settings": strategy.settings, "weights": result.weights}
     finally:
         choice.measure_machine = measure_machine
 
 
 def test_what_is_found_for_shared_sequences_trains_as_one_process(ranks: Pools) -> None:
     first, second = ranks(2, lightning=True).run(shared_sequences, FAST)
-    module = Uneven().double()
-    make_trainer(None, max_steps=2).fit(module)
+    expected = train(Uneven().double(), None, max_steps=2).weights
     for result in (first, second):
         assert result["sizes"] == Sizes(context=2)
         assert result["settings"] == first["settings"]
         assert result["settings"].context_parallel_size == 2
         assert result["settings"].axis_order == "pp-dp-cp-tp"
-        assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
+        assert_same(result["weights"], expected, 1e-10)
 
 
 class Quadratic(LightningModule):
@@ -221,16 +211,13 @@ class Quadratic(LightningModule):
 
 def over_a_square(memory: float) -> dict[str, Any]:
     """Return the arrangement of four tensor-parallel ranks that a rank finds, and the weights after training."""
-    module = Quadratic()
     given = {"layout": "auto", "tensor_parallel_size": [4], "num_microbatches": 2, "recompute": True}
-    trainer = make_trainer(given, max_steps=2)
     known = Machine(memory=memory, ranks_per_node=4)
     with patch.object(choice, "measure_machine", lambda *_: known):
-        trainer.fit(module)
-    assert isinstance(trainer.strategy, HybridStrategy)
-    settings = trainer.strategy.settings
-    weights = {name: full_tensor(value.detach()) for name, value in module.named_parameters()}
-    return {"mode": settings.tensor_parallel_mode, "sizes": trainer.strategy.sizes, "weights": weights}
+        result = train(Quadratic(), given, max_steps=2)
+    strategy = result.trainer.strategy
+    assert isinstance(strategy, HybridStrategy)
+    return {"mode": strategy.settings.tensor_parallel_mode, "sizes": strategy.sizes, "weights": result.weights}
 
 
 @pytest.mark.thorough
@@ -239,12 +226,11 @@ def test_blocks_are_chosen_where_nothing_else_fits_and_train_as_one_process(rank
     model = CostModel(profile, Machine(), LoaderStep(8))
     layout = Layout(1, 4, 1, 2, recompute=True)
     line, square = (model.estimate(replace(layout, tensor_mode=mode)).bytes for mode in ("1d", "2d"))
-    module = Quadratic()
-    make_trainer(None, max_steps=2).fit(module)
+    expected = train(Quadratic(), None, max_steps=2).weights
     for memory, mode in ((line, "1d"), ((line + square) / 2, "2d")):
         for result in ranks(4, lightning=True).run(over_a_square, memory):
             assert (result["mode"], result["sizes"]) == (mode, Sizes(tensor=4))
-            assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
+            assert_same(result["weights"], expected, 1e-10)
 
 
 def fits(limit: float | None) -> Any:

@@ -28,7 +28,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
 from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Shares
 from tests.pool import Pools, RankError
-from tests.training_jobs import make_trainer, together, weights
+from tests.training_jobs import make_trainer, together, train, weights
 from tests.zoo import context as zoo
 from tests.zoo.tensor import DIM, NanoBlock
 
@@ -319,8 +319,7 @@ def drop_paths(layout: dict[str, Any] | None, replayed: Any = ()) -> tuple[dict[
     module = zoo.DropPath(batch_size=8).double()  # as many samples as positions with which layers are tried
     for block, masks in zip(module.blocks, replayed, strict=False):
         block.replayed = list(masks)
-    make_trainer(layout, limit_val_batches=0).fit(module)
-    return weights(module), [block.drawn for block in module.blocks]
+    return train(module, layout, limit_val_batches=0).weights, [block.drawn for block in module.blocks]
 
 
 @pytest.mark.distributed
@@ -364,14 +363,9 @@ def test_dropout_of_shares_leaves_what_is_common_alone(ranks: Pools, size: int, 
 
 
 def fit_in_half(precision: str) -> bool:
-    module = zoo.Dropped()
-    make_trainer(
-        {"context_parallel_size": 2, "context_parallel": "ring"},
-        precision=precision,
-        limit_train_batches=1,
-        limit_val_batches=0,
-    ).fit(module)
-    return all(parameter.isfinite().all() for parameter in module.parameters())
+    layout = {"context_parallel_size": 2, "context_parallel": "ring"}
+    result = train(zoo.Dropped(), layout, precision=precision, limit_train_batches=1, limit_val_batches=0)
+    return all(value.isfinite().all() for value in result.weights.values())
 
 
 @pytest.mark.distributed
@@ -400,9 +394,8 @@ PARTS = {
 
 
 def fit(module: Any, **layout: Any) -> dict[str, Tensor]:
-    trainer = make_trainer({"context_parallel_size": 2, **layout}, limit_train_batches=2, limit_val_batches=0)
-    trainer.fit(module)
-    return weights(module)
+    layout = {"context_parallel_size": 2, **layout}
+    return train(module, layout, limit_train_batches=2, limit_val_batches=0).weights
 
 
 def fit_mixing(kind: str) -> dict[str, Tensor]:
@@ -424,8 +417,7 @@ def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -
 
 def fit_hooked(hook: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
     module = type("Hooked", (zoo.Hooked,), {"kind": hook})().double()
-    make_trainer(layout, limit_train_batches=2, limit_val_batches=1).fit(module)
-    return weights(module)
+    return train(module, layout, limit_train_batches=2, limit_val_batches=1).weights
 
 
 @pytest.mark.distributed
@@ -456,9 +448,7 @@ def test_a_hook_that_writes_into_an_argument_is_refused(ranks: Pools) -> None:
 
 
 def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
-    module = getattr(zoo, kind)().double()
-    make_trainer(layout, limit_train_batches=2, limit_val_batches=0).fit(module)
-    return weights(module)
+    return train(getattr(zoo, kind)().double(), layout, limit_train_batches=2, limit_val_batches=0).weights
 
 
 @pytest.mark.distributed
@@ -491,9 +481,7 @@ def test_ranks_try_the_same_where_one_lacks_memory(ranks: Pools) -> None:
 
 
 def fit_conformers(layout: dict[str, Any] | None) -> dict[str, Tensor]:
-    module = zoo.Conformers().double()
-    make_trainer(layout, limit_val_batches=0).fit(module)
-    return weights(module)
+    return train(zoo.Conformers().double(), layout, limit_val_batches=0).weights
 
 
 @pytest.mark.distributed

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy, Tuning, count_tokens
 from lightning_hybrid.trainer.losses.loss_weights import LossWeights, unequal_labels
 from tests.pool import Pools
-from tests.training_jobs import Regression, make_trainer, together, weights
+from tests.training_jobs import Regression, make_trainer, together, train
 
 BATCH = 4  # samples of a batch on each replica
 PLAN = {"embed": "colwise_gather_output", "body.*.0": "colwise_gather_output"}
@@ -98,14 +98,9 @@ class Seen(Callback):
 def accumulated(
     layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, nothing: range, arguments: Mapping[str, Any]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    module, seen = Tokens(), Seen()
-    trainer = make_trainer(
-        layout, callbacks=[seen], max_epochs=2, accumulate_grad_batches=accumulate, limit_val_batches=0, **arguments
-    )
-    trainer.fit(module, tokens(nothing=nothing, batch_size=batch_size))
-    if layout is not None and ("zero_stage" in layout or "tensor_parallel_size" in layout):
-        trainer.strategy.gather_module()
-    return seen.norms, weights(module)
+    seen, data = Seen(), tokens(nothing=nothing, batch_size=batch_size)
+    how = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "limit_val_batches": 0, **arguments}
+    return seen.norms, train(Tokens(), layout, data, callbacks=[seen], **how).weights
 
 
 def check_windows(

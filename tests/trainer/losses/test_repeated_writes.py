@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pool import Pools
-from tests.training_jobs import Losses, Regression, loader, make_trainer
+from tests.training_jobs import Regression, Result, loader, train
 
 
 class Spectral(Regression):
@@ -44,12 +44,9 @@ class Listed(Spectral):
         return self.head(x)
 
 
-def fit(layout: dict[str, Any] | None, cls: type[Spectral], *arguments: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(layout: dict[str, Any] | None, cls: type[Spectral], *arguments: Any) -> Result:
     torch.manual_seed(0)
-    module, losses = cls(*arguments), Losses()
-    make_trainer(layout, callbacks=[losses]).fit(module.double(), loader(8, 32))
-    state = module.state_dict()
-    return losses.values, {name: value.clone() for name, value in state.items() if not value.is_meta}
+    return train(cls(*arguments).double(), layout, loader(8, 32))
 
 
 @pytest.mark.parametrize("cls", [Spectral, Listed])
@@ -67,9 +64,9 @@ def fit(layout: dict[str, Any] | None, cls: type[Spectral], *arguments: Any) -> 
 def test_the_iteration_advances_once_in_a_step(
     ranks: Pools, kind: str, layout: dict[str, Any], cls: type[Spectral]
 ) -> None:
-    losses, state = fit(None, cls, kind, 2)
+    expected = trained(None, cls, kind, 2)
     size = layout.get("pipeline_parallel_size", 1)
-    for found, own in ranks(size, lightning=True).run(fit, layout, cls, kind, 2):
-        assert found == pytest.approx(losses, rel=1e-10)
-        for name, value in own.items():
-            torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-12, msg=name)
+    for result in ranks(size, lightning=True).run(trained, layout, cls, kind, 2):
+        assert result.losses == pytest.approx(expected.losses, rel=1e-10)
+        for name, value in result.weights.items():
+            torch.testing.assert_close(value, expected.weights[name], rtol=1e-10, atol=1e-12, msg=name)

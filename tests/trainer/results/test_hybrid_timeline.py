@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hybrid import HybridTimeline
 from lightning_hybrid.pipeline_parallel.schedules import build
 from tests.pool import Pools
-from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, train
 from tests.zoo.tensor import NanoGPT
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,21 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def record(layout: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
     """Train with a record of two batches: weights, what was logged, and whether a recorder stays."""
-    module = Regression()
     callback = HybridTimeline(batches=[1, 3], dirpath=folder)
-    trainer = make_trainer(layout, max_epochs=2, callbacks=[callback])
-    trainer.fit(module, loader())
-    trainer.strategy.gather_module()
-    shares = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("timeline/")}
-    return {name: value.clone() for name, value in module.state_dict().items()}, shares, callback._recorder is None
+    result = train(Regression(), layout, loader(), max_epochs=2, callbacks=[callback])
+    logged = result.trainer.logged_metrics.items()
+    shares = {name: float(value) for name, value in logged if name.startswith("timeline/")}
+    return result.weights, shares, callback._recorder is None
 
 
 def plain(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
-    module = Regression()
-    trainer = make_trainer(layout, max_epochs=2)
-    trainer.fit(module, loader())
-    trainer.strategy.gather_module()
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return train(Regression(), layout, loader(), max_epochs=2).weights
 
 
 class Uneven(IterableDataset[Any]):
