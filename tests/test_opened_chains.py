@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torchmetrics import MeanSquaredError
 
 from tests.pool import Pools, RankError
-from tests.training_jobs import make_trainer
+from tests.training_jobs import make_trainer, together, train
 from tests.zoo import frame, tensor_frame
 from tests.zoo.basic import Example, block
 
@@ -111,6 +111,62 @@ class KeptInMiddle(KeptInLayers):
         return Example.loss(self, batch) + self.body[2].penalty
 
 
+class ReadsLossFirst(KeptInLayers):
+    """The loss is read before the penalties of some layers are added, so that the trace ends before them.
+
+    The layers have penalties before the first step, which a stage must not use for layers of other stages.
+    """
+
+    penalized = slice(None)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.body:
+            layer.penalty = torch.zeros(())
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = Example.loss(self, batch)
+        assert float(loss) >= 0
+        return loss + sum(layer.penalty for layer in [*self.body][self.penalized])
+
+
+class ReadsLossFirstInList(ReadsLossFirst):
+    """The same with layers in a list."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = nn.ModuleList(self.body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+
+class PenalizesLast(ReadsLossFirst):
+    """The training loss has the penalty of the last layer, which the last stage has."""
+
+    penalized = slice(-1, None)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", Example.loss(self, batch), sync_dist=True)
+
+
+class PenalizesLastInList(ReadsLossFirstInList):
+    """The same with layers in a list."""
+
+    penalized = slice(-1, None)
+
+
+class PenalizesLastInEvaluation(ReadsLossFirst):
+    """Only the validation loss has the penalty of the last layer. The layers have then run in microbatches."""
+
+    penalized = slice(-1, None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Example.loss(self, batch)
+
+
 class KeptInEvaluation(KeptInLayers):
     """Only the validation loss has the penalties."""
 
@@ -124,6 +180,8 @@ MODULES: dict[str, type[Example]] = {
     "two views": frame.TwoViews,
     "layer by layer": frame.LayerByLayer,
     "projected": frame.Projected,
+    "penalizes last": PenalizesLast,
+    "penalizes last in list": PenalizesLastInList,
 }
 
 
@@ -131,12 +189,7 @@ def trained(name: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
     """The weights after three steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    module = MODULES[name](batch_size=8).double()
-    trainer = make_trainer(layout, max_steps=3, max_epochs=-1)
-    trainer.fit(module)
-    if layout is None:
-        return {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return dict(trainer.strategy.lightning_module_state_dict())
+    return train(MODULES[name](batch_size=8).double(), layout, max_steps=3, max_epochs=-1).weights
 
 
 class Measured(Example):
@@ -193,19 +246,27 @@ def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: typ
         ("penalized", {"num_microbatches": 2}),
         ("penalized", {"num_microbatches": 2, "body": "body"}),
         ("penalized", {"num_microbatches": 2, "num_chunks": 2}),
+        ("penalizes last", {"num_microbatches": 2, "schedule": "gpipe"}),
+        ("penalizes last in list", {"num_microbatches": 2, "num_chunks": 2}),
     ],
     ids=str,
 )
 def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dict[str, Any]) -> None:
     size = 2 * layout.get("tensor_parallel_size", 1) * layout.get("context_parallel_size", 1)
     expected = trained(name, None)
-    got = ranks(size, lightning=True).run(trained, name, {"pipeline_parallel_size": 2, **layout}, timeout=90)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    results = ranks(size, lightning=True).run(trained, name, {"pipeline_parallel_size": 2, **layout}, timeout=90)
+    torch.testing.assert_close(together(results), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("arguments", [{}, {"body": "body"}], ids=str)
-@pytest.mark.parametrize("kind", [KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList),
+        *(ReadsLossFirst, ReadsLossFirstInList, PenalizesLastInEvaluation),
+    ],
+)
 def test_tensors_that_layers_keep_in_attributes_are_refused(
     ranks: Pools, kind: type[Example], arguments: dict[str, Any]
 ) -> None:

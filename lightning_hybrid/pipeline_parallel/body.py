@@ -12,7 +12,7 @@ makes one :class:`BodyCut` for each run, and `StepContext` one :class:`BodyWatch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -366,6 +366,7 @@ class BodyCut:
         *,
         unwinds: bool,
         may_skip: bool = False,
+        around: AbstractContextManager[None] | None = None,
     ) -> Any:
         """Run a step in which the layers of one stage replace the body.
 
@@ -379,6 +380,7 @@ class BodyCut:
                 the argument of the user's call.
             may_skip: If True, the step may return ``None`` without a call of the body. The first stage decides; the
                 last stage may only do so if `inputs` is :data:`NOTHING`.
+            around: A context for the step; ``None`` for none.
 
         Returns:
             On the first stage, the output of the layers; :data:`NOTHING` if the step skips the body. On the last stage,
@@ -391,7 +393,7 @@ class BodyCut:
         """
         self._call = call = _Call(step.__name__, layers, inputs, unwinds)
         try:
-            with nullcontext() if self.code_before is None else self.code_before:
+            with around or nullcontext(), nullcontext() if self.code_before is None else self.code_before:
                 value = step(*arguments)
         except _Unwind as unwind:
             return unwind.value

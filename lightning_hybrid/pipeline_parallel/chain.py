@@ -34,12 +34,13 @@ from lightning_hybrid.distributed.replaced import MISSING, replaced_attributes, 
 from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, KeptTensorError
+from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import fake_like, fake_mode
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import Graph, Value, function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import KeptAttribute, KeptTensorError
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -158,7 +159,7 @@ class ChainCalls(FrameCut):
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
-    ) -> tuple[bool, bool, bool, bool]:
+    ) -> tuple[tuple[bool, bool, bool, bool], list[KeptAttribute]]:
         """Trace a step, and report how it calls the chain. This rank needs all parameters outside the chain.
 
         Calls count even if the step fails later, because a step that cannot be traced may still call the chain as a
@@ -172,20 +173,22 @@ class ChainCalls(FrameCut):
         Returns:
             Four booleans: True if the step calls the chain several times or calls its layers one by one, True if the
             step writes parameters, True if layers or their hooks keep tensors for code around the chain, and True if
-            the trace stopped before the end of the step.
+            the trace stopped before the end of the step. If it stopped, also the attributes in which layers store
+            tensors.
         """
         writes, uses_inside, stops = False, False, True
+        kept: list[KeptAttribute] = []
         try:
             with replaced_entries([(vars(self._chain), {"forward": self._call_whole})]), self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
                 uses_inside = self._uses_inside(graph)
-                stops = graph.needed is not None
+                stops, kept = graph.needed is not None, graph.kept
         except KeptTensorError:
             uses_inside = True
         except Exception:  # if the user's code has raised it, the step raises it again when it runs
             pass
-        return self._whole > 1 or self._single > 0, writes, uses_inside, stops
+        return (self._whole > 1 or self._single > 0, writes, uses_inside, stops), kept
 
     def _follow(self, *arguments: Any) -> tuple[Graph, bool]:
         """Trace the step once and count its calls of the chain and of single layers.

@@ -79,6 +79,7 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import (
     replace_tensors,
 )
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, KeptTensorError, find_kept_attributes
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.torch_internals import FakeTensor
 
@@ -86,21 +87,6 @@ _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # First leaf numbers of tensors that a call wrote and that are not leaves of its result: real arguments, tensors that
 # share their memory (with an offset of _MANY if found by memory only), and absent tensors, also through views.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
-
-
-class KeptTensorError(WrongUseError):
-    """Code around the layers uses a tensor that a layer keeps in an attribute.
-
-    Such a step cannot run in lockstep either, so `FrameProgram` does not try this after the error.
-    """
-
-
-#: Advice for token generation, the usual reason why layers are called again with their own results.
-GENERATION = (
-    "Token generation, which feeds each token back to the first stage, works only in `validation_step`, `test_step` or"
-    " `predict_step`, without gradients and without `context_parallel_size`. Alternatively, generate tokens after the"
-    " run, once you have called `trainer.strategy.gather_module()`."
-)
 
 
 class ValueNeeded(BaseException):
@@ -176,6 +162,7 @@ class Discovery(StepMode):
         self._passes_lengths = passes_lengths
         self._passed: int | None = None  # the number of the first function that ran on zeros
         self._taps, self._watches = taps, dict[int, HookWatch]()
+        self._hidden: list[Tensor] = []  # fake tensors in place of tensors that units have stored in attributes
         self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
@@ -231,6 +218,7 @@ class Discovery(StepMode):
                 kept = step(*unflatten(copies, spec))
         except ValueNeeded as needed:
             kept = needed
+            self.graph.kept = find_kept_attributes([unit for _, unit in self._units], self._hidden)
         self._checkpoints.clear()  # frames of the user's code keep tensors alive
         collect_new()
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
@@ -419,7 +407,10 @@ class Discovery(StepMode):
 
         def hidden(tensor: Tensor) -> Tensor:
             is_kept = isinstance(tensor, FakeTensor) and id(tensor) not in known
-            return self.fake(tensor) if is_kept and not isinstance(tensor, nn.Parameter) else tensor
+            if not is_kept or isinstance(tensor, nn.Parameter):
+                return tensor
+            self._hidden.append(self.fake(tensor))
+            return self._hidden[-1]
 
         replace_tensors(find_owners([unit]).values(), hidden)
 
@@ -468,11 +459,7 @@ class Discovery(StepMode):
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 units = find_owners(unit for _, unit in self._units)
                 if find_places(units, {id(leaf)}):
-                    raise KeptTensorError(
-                        f"{call} uses a tensor that a layer of the body stores in an attribute. Only the stage of the"
-                        " layer has this tensor. Let the layer return the tensor, and use the result of the layer."
-                        f" {GENERATION} [LH414]"
-                    )
+                    raise KeptTensorError(str(call))
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body computed but did not return. A layer must return"
                     f" every tensor that code around the layers uses, instead of storing it in an attribute."

@@ -40,7 +40,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.taps import Tap, is_own_hook
 from lightning_hybrid.distributed.watch.collector import without_collector
-from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
+from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, absent_text
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
@@ -69,6 +69,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, hidden_attributes
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -791,9 +792,8 @@ class FrameCut:
         if present:
             running.watch([tensor for tensor, _ in plan.kept])
         self._mode = running
-        assigned = () if part.is_last else plan.graph.assigned
         try:
-            with running, undoing_assigned(assigned):
+            with self._limited_attributes(plan, stage), running:
                 value = step(*arguments)
         except Unwind:
             return running.sent
@@ -825,6 +825,13 @@ class FrameCut:
                 if position in running.written() or id(tensor) in gone:
                     raise WrongUseError(self._written_text(plan, position))
         return value
+
+    def _limited_attributes(self, plan: FramePlan, stage: int) -> AbstractContextManager[None]:
+        """Return a context in which a stage cannot confuse attributes that it has with attributes that it lacks."""
+        if not plan.parts[stage].is_last:
+            return undoing_assigned(plan.graph.assigned)
+        lacks = [each for each in plan.graph.kept if all(self._stage_of[unit] != stage for unit in each.units)]
+        return hidden_attributes(lacks, [unit for _, unit in self._units]) if lacks else contextlib.nullcontext()
 
     def run_in_lockstep(
         self,

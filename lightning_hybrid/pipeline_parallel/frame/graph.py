@@ -29,6 +29,7 @@ from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import KeptAttribute
 from lightning_hybrid.torch_internals import PACK_SEQUENCE, PAD_SEQUENCE, is_view
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
@@ -197,6 +198,7 @@ class Graph:
         state_writes: Tensors of the module, by `id()`, into which the step writes values of absent tensors, or which it
             replaces by absent tensors; with the name of the last value.
         assigned: The attributes and buffers to which the step assigns absent tensors, each as its owner and its name.
+        kept: If the trace ended early, the attributes in which units store tensors.
         needed: The call that needed the value of an absent tensor, as text, where the trace ended; ``None`` if the
             trace reached the end of the step. The call itself is not in `calls`.
         needed_in: The modules whose `forward` ran at the end of the trace, the innermost first.
@@ -216,6 +218,7 @@ class Graph:
     decisions: Decisions = field(default_factory=lambda: Decisions({}, {}))
     state_writes: dict[int, Value] = field(default_factory=dict)
     assigned: list[tuple[Any, str]] = field(default_factory=list)
+    kept: list[KeptAttribute] = field(default_factory=list)
     needed: str | None = None
     needed_in: tuple[nn.Module, ...] = ()
     states: dict[int, Tensor] = field(default_factory=dict)

@@ -119,6 +119,20 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
     return found
 
 
+def find_attributes(owners: Mapping[str, Any], ids: Collection[int]) -> list[tuple[str, str]]:
+    """Return the attributes and buffers that hold some tensors, also inside containers.
+
+    Args:
+        owners: The modules and objects to search, by path.
+        ids: The `id()` of the tensors.
+
+    Returns:
+        The path of the owner, and the name of the attribute or buffer.
+    """
+    entries = ((path, name, value) for path, owner in owners.items() for _, name, value in _entries(owner))
+    return [(path, name) for path, name, value in entries if any(id(inner) in ids for inner in _inside(value))]
+
+
 def held_tensors(owners: Iterable[Any]) -> list[Tensor]:
     """Return the tensors in the attributes and buffers of modules and objects, also inside containers."""
     values = (value for owner in owners for _, _, value in _entries(owner))

@@ -13,8 +13,8 @@ each parameter *around* (outside) the chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Container, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.chain import ChainCalls, ChainUse, CodeBefore, NotFollowedError, stays_text
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import KeptAttribute, hidden_attributes
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, slicing
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -89,6 +90,7 @@ class ChainProgram(StepProgram):
         # A chain that the user has named is not opened for other calls, which are an error of the user.
         self._can_open, self._opens_for_calls = can_open, can_open and body.is_found
         self._settled = set[str]()
+        self._kept: dict[str, Sequence[KeptAttribute]] = {}  # by step: attributes in which layers store tensors
         self._unsettled: str | None = None  # the step that was not traced to its end; reset when it runs
         self._tracer: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
@@ -148,15 +150,16 @@ class ChainProgram(StepProgram):
         context, body = self._context, self._body
         self._settled.add(call.name)
         # True for: the step calls the chain in another way, writes parameters, uses tensors from inside the chain, is
-        # not traced to its end.
-        found = torch.zeros(4, dtype=torch.int)
+        # not traced to its end, may use attributes in which layers store tensors.
+        found, kept = torch.zeros(5, dtype=torch.int), list[KeptAttribute]()
         if context.mesh.pipeline_rank == 0:  # other ranks may lack parameters around the chain
             context.streams.seed_user(*call.coordinates)
             calls = ChainCalls(context.module, body.names, self._chain, context.device, context.around_discovery)
             seed = context.streams.of_calls(*call.coordinates)
-            found += torch.tensor(calls.look(call.step, call.arguments, seed))
+            answers, kept = calls.look(call.step, call.arguments, seed)
+            found += torch.tensor([*answers, bool(kept)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=context.mesh.control_group)
-        is_other, writes, uses_inside, stops = found.tolist()
+        is_other, writes, uses_inside, stops, keeps = found.tolist()
         if writes or (self._opens_for_calls if is_other else uses_inside):
             why = _OTHERWISE if is_other else _WRITES if writes else _USES_INSIDE
             if not self._can_open:
@@ -167,6 +170,8 @@ class ChainProgram(StepProgram):
                     " [LH474]"
                 )
             self.open_layers(call.name, why)
+        elif keeps:
+            self._kept[call.name] = broadcast_object(kept, 0, context.mesh.control_group)
         self._unsettled = call.name if stops and self._opens_for_calls else None
 
     def open_layers(self, step: str, why: str = _OTHERWISE) -> FrameProgram:
@@ -244,7 +249,19 @@ class ChainProgram(StepProgram):
         if not self.has_code(stage):
             return partial(run_layers, inputs)
         arguments = context.enter_user_code(call, keep=is_last)
-        return partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
+        run = partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
+        own = context.parameter_map.stage_map.stages[stage]
+        return partial(run, around=self._without_attributes(call.name, own)) if is_last and self._kept else run
+
+    def _without_attributes(self, step: str, own: Container[int]) -> AbstractContextManager[None]:
+        """Return the context for a step on the last stage, without attributes in which other layers store tensors.
+
+        Args:
+            step: The name of the step.
+            own: The positions of the layers whose attributes have the tensors of the step.
+        """
+        lacks = [each for each in self._kept.get(step, ()) if all(unit not in own for unit in each.units)]
+        return hidden_attributes(lacks, self._body.layers) if lacks else nullcontext()
 
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`.
@@ -266,7 +283,10 @@ class ChainProgram(StepProgram):
         if not context.is_last:
             return None
         arguments = context.enter_user_code(call, keep=True)
-        return trial.run(lambda: context.plain(self._cut.run(call.step, arguments, _unchanged, y, unwinds=False)))
+        # The layers have run in microbatches, so their attributes do not have the tensors of the whole batch.
+        around = self._without_attributes(call.name, ())
+        run = partial(self._cut.run, call.step, arguments, _unchanged, y, unwinds=False, around=around)
+        return trial.run(lambda: context.plain(run()))
 
     def _run_body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """Run the layers, and return the output of the chain for the whole batch; ``None`` except on the last stage.

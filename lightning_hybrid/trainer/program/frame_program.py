@@ -32,11 +32,11 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.failure import WrongUseError, is_transport
 from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, KeptTensorError
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes, stages_by_parameter
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, KeptTensorError
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer

@@ -42,6 +42,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import KeptTensorError
 
 
 class StepCall(NamedTuple):
@@ -127,14 +128,14 @@ class Trial(Generic[_State]):
         """Run the last stage's part of the step, and return its result; ``None`` if it raised an error.
 
         Raises:
-            Exception: The error of the part, if the step never runs again or if the error belongs to the communication.
+            Exception: The error of the part, if the step never runs again or would not run in lockstep either.
         """
         if self.state is None:
             return part()
         try:
             return part()
         except Exception as error:  # includes errors of the user's code, which occur again in lockstep
-            if is_transport(error):
+            if is_transport(error) or isinstance(error, KeptTensorError):
                 raise
             self.error = error
             return None
