@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline_parallel.splitting import microbatch
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
+from tests.pipeline_parallel.test_schedules import COMPUTATIONS, played
 
 #: Examples of each property: a few every day, many among the thorough tests, or as many as the variable says.
 EXAMPLES = int(os.environ.get("LIGHTNING_HYBRID_EXAMPLES", "40"))
@@ -70,36 +71,6 @@ def test_partitions_of_any_row_of_layers(weights: list[int], num_stages: int) ->
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
-Key = tuple[int, str, int]
-
-
-def needs_of(key: Key, last: int) -> list[Key]:
-    """What must have happened before: a send waits until its receive is posted."""
-    stage, kind, number = key
-    needs = {
-        "F": [(stage - 1, "F", number)],
-        "B": [(stage, "F", number), (stage + 1, "B", number)],
-        "SEND_F": [(stage, "F", number), (stage + 1, "RECV_F", number)],
-        "SEND_B": [(stage, "B", number), (stage - 1, "RECV_B", number)],
-    }
-    return [need for need in needs.get(kind, []) if 0 <= need[0] <= last]
-
-
-def played(schedule: Any) -> list[Key]:
-    """The computations of a run in which each rank waits wherever it can; written independently of the package."""
-    lists = [[(each.stage, each.kind.value, each.microbatch) for each in actions] for actions in schedule.actions]
-    done: set[Key] = set()
-    moved = True
-    while moved:
-        moved = False
-        for keys in lists:
-            while keys and all(need in done for need in needs_of(keys[0], schedule.num_stages - 1)):
-                done.add(keys.pop(0))
-                moved = True
-    assert not any(lists), "a rank waits for ever"
-    return sorted(key for key in done if key[1] in ("F", "B"))
-
-
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     num_ranks=st.integers(1, 5),
@@ -113,7 +84,7 @@ def test_schedules_of_any_size(name: str, num_ranks: int, num_microbatches: int,
         return
     schedule = build(name, num_ranks, num_microbatches, num_chunks)
     stages, numbers = range(num_ranks * num_chunks), range(num_microbatches)
-    assert played(schedule) == sorted(product(stages, ("B", "F"), numbers))
+    assert played(schedule) == sorted(product(stages, COMPUTATIONS, numbers))
     forward = build_forward(Placement.in_turns(num_ranks, num_chunks), num_microbatches)
     assert played(forward) == sorted(product(stages, ("F",), numbers))
     if name == "1f1b":  # as the paper promises: rank r keeps no more than p - r microbatches

@@ -27,22 +27,55 @@ from lightning_hybrid.pipeline_parallel.schedules import (
     validate,
 )
 
+# --- A player, written independently of the package ------------------------------------------------------------------
+
+Key = tuple[int, str, int]
+#: The kinds of computations of a training step.
+COMPUTATIONS = ("B", "F")
+
+
+def needs_of(key: Key, last: int) -> list[Key]:
+    """Return the actions that come before an action in every run; a send waits until its receive is posted."""
+    stage, kind, number = key
+    needs = {
+        "F": [(stage - 1, "F", number)],
+        "B": [(stage, "F", number), (stage + 1, "B", number)],
+        "SEND_F": [(stage, "F", number), (stage + 1, "RECV_F", number)],
+        "SEND_B": [(stage, "B", number), (stage - 1, "RECV_B", number)],
+    }
+    return [need for need in needs.get(kind, []) if 0 <= need[0] <= last]
+
+
+def played(schedule: Schedule) -> list[Key]:
+    """Return the computations of a run in which each rank waits wherever it can, independently of the package."""
+    lists = [[(each.stage, each.kind.value, each.microbatch) for each in actions] for actions in schedule.actions]
+    done: set[Key] = set()
+    moved = True
+    while moved:
+        moved = False
+        for keys in lists:
+            while keys and all(need in done for need in needs_of(keys[0], schedule.num_stages - 1)):
+                done.add(keys.pop(0))
+                moved = True
+    assert not any(lists), "a rank waits for ever"
+    return sorted(key for key in done if key[1] in COMPUTATIONS)
+
+
 # --- The pictures ---------------------------------------------------------------------------------------------------
 
 
 def staircase(order: tuple[tuple[Action, ...], ...], num_stages: int) -> list[str]:
-    """Play an order in unit time, written independently of the package; one column of five letters per unit."""
+    """Play an order in unit time; one column of five letters per unit."""
     rows = ["" for _ in order]
     lists = [deque(actions) for actions in order]
-    done: set[tuple[int, str, int]] = set()
+    done: set[Key] = set()
     while any(lists):
         now = []
         for rank, actions in enumerate(lists):
             cell = ""
             if actions:
                 stage, kind, i = actions[0].stage, actions[0].kind.value, actions[0].microbatch
-                needs = {(stage - 1, "F", i)} if kind == "F" else {(stage, "F", i), (stage + 1, "B", i)}
-                if {need for need in needs if 0 <= need[0] < num_stages} <= done:
+                if done.issuperset(needs_of((stage, kind, i), num_stages - 1)):
                     now.append((stage, kind, i))
                     cell = f"{stage}{kind}{i}"
                     actions.popleft()
