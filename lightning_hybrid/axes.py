@@ -2,8 +2,9 @@
 
 `distributed.sizes` makes the :class:`Sizes` of a job from the arguments of `HybridStrategy`. The strategy, the mesh,
 the layout search and the commands pass them on. To add an axis, add a row to :data:`AXES`, a field to :class:`Sizes`
-and an argument to `HybridStrategy`: other code does not list axes, but reads the role of each axis. This is why the
-table is a file of its own, which imports no torch.
+and an argument to `HybridStrategy`; the mesh, the gradients, ZeRO, checkpoints and loaders read the role of each axis.
+The layout search needs a field in `tuning.candidates.Layout`, because it has to estimate the costs of the axis. The
+table is a file of its own, which imports no torch, because all these packages read it.
 
 A *replica* is a set of ranks that together train one copy of the model on the same samples; these ranks are a *model
 group*. The *mesh* numbers all ranks along the axes, in the order of the argument `rank_order`, such as ``"pp-dp-tp"``.
@@ -149,6 +150,7 @@ class Sizes:
 
 
 assert [axis.label for axis in AXES] == [field.name for field in fields(Sizes)]
+assert {axis.outside_of for axis in AXES} <= {None, *(axis.key for axis in ALWAYS)}
 
 
 def axes_inside(axis: Axis, rank_order: str) -> tuple[Axis, ...]:
@@ -158,7 +160,8 @@ def axes_inside(axis: Axis, rank_order: str) -> tuple[Axis, ...]:
         axis: The axis.
         rank_order: The keys of all axes that exist, as for :meth:`Sizes.stride`.
     """
-    return tuple(AXIS_OF_KEY[key] for key in rank_order.partition(axis.key)[2].split("-") if key)
+    keys = rank_order.split("-")
+    return tuple(AXIS_OF_KEY[key] for key in keys[keys.index(axis.key) + 1 :])
 
 
 def sizes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:

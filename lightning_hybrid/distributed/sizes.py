@@ -53,8 +53,8 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
     model, product = math.prod(preferred(requested[axis.label]) for axis in others), _product(others, requested)
     if world_size % model:
         raise ValueError(
-            f"{world_size} processes cannot be divided into groups of {model} ranks. Each group holds one model"
-            f" replica: {product.removeprefix(' x ')} = {model}. Set `Trainer(devices=..., num_nodes=...)` so that the"
+            f"{world_size} processes cannot be divided into groups of {model} ranks, the product of the other parallel"
+            f" sizes: {product.removeprefix(' x ')} = {model}. Set `Trainer(devices=..., num_nodes=...)` so that the"
             f" number of processes is a multiple of {model}, or choose sizes whose product divides {world_size}."
             " [LH105]"
         )

@@ -21,8 +21,7 @@ ERRORS = {
         ' `timedelta(minutes=10)`. In YAML, write `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
-        "The number of processes is not divisible by the product of `tensor_parallel_size`,"
-        " `pipeline_parallel_size` and `context_parallel_size`.",
+        "The number of processes is not divisible by the product of all parallel sizes except `data_parallel_size`.",
         "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this"
         " product, or choose sizes whose product divides the number of processes. See [choose a"
         " layout](../start/choose-a-layout.md).",

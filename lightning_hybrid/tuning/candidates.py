@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_hybrid.axes import Sizes
+from lightning_hybrid.axes import AXES, Sizes
 from lightning_hybrid.distributed.sizes import accumulated_batches
 
 #: The number of tensor-parallel ranks, ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
@@ -60,10 +61,10 @@ class Layout:
     tensor_mode: str = "1d"
     tensor_depth: int = 1
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """The number of ranks along each axis."""
-        return Sizes(self.data, self.tensor, self.pipeline, self.context)
+        return Sizes(**{axis.label: getattr(self, axis.label) for axis in AXES})
 
     @property
     def tensor_key(self) -> TensorKey:
@@ -83,7 +84,7 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         """The number of processes of the layout."""
-        return self.data * self.tensor * self.pipeline * self.context
+        return self.sizes.num_ranks
 
     @property
     def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:

@@ -404,11 +404,11 @@ class CostModel:
 
     def _stride(self, layout: Layout, axis: Axis) -> int:
         """Return the distance from one rank of an axis to the next."""
-        return prod(getattr(layout, inner.label) for inner in self._inside[axis])
+        return prod(map(layout.sizes.along, self._inside[axis]))
 
     def link(self, layout: Layout, axis: Axis) -> Link:
         """Return the slowest link between the ranks of an axis."""
-        return self._links(self._stride(layout, axis), getattr(layout, axis.label), layout.num_ranks)
+        return self._links(self._stride(layout, axis), layout.sizes.along(axis), layout.num_ranks)
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:

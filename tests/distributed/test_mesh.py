@@ -310,7 +310,7 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
 
 def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
     assert resolved(8, "auto", 2, 1, 2) == Sizes(2, 2, 1, 2)
-    with pytest.raises(ValueError, match=r"6 processes .* groups of 4 ranks\. .* x context_parallel_size \(2\) = 4\."):
+    with pytest.raises(ValueError, match=r"6 processes .* groups of 4 ranks, .* x context_parallel_size \(2\) = 4\."):
         resolved(6, "auto", 2, 1, 2)
 
 

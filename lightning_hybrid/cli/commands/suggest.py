@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+from lightning_hybrid.axes import AXES
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quantity
 from lightning_hybrid.tuning.machine import Machine
 
@@ -24,13 +25,9 @@ _DESCRIPTION = (
     " the devices and links. Their defaults describe A100 GPUs with 80 GiB."
 )
 # These values replace the configuration's values, because the search tries others.
-_UNDIVIDED = {
-    "data_parallel_size": 1,
-    "tensor_parallel_size": 1,
+_UNDIVIDED = dict.fromkeys((axis.argument for axis in AXES), 1) | {
     "tensor_parallel_mode": "1d",
     "tensor_parallel_depth": 1,
-    "pipeline_parallel_size": 1,
-    "context_parallel_size": 1,
     "context_parallel": "ulysses",
     "num_chunks": 1,
     "schedule": "1f1b",

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich import filesize
 
-from lightning_hybrid.axes import AXES, DATA, LAYERS, PIPELINE, TENSOR, Sizes
+from lightning_hybrid.axes import LAYERS, ROLES, SAMPLES, WEIGHTS, Role, Sizes
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
@@ -32,7 +32,7 @@ class Traffic:
     """Bytes that an optimizer step sends.
 
     Attributes:
-        data: The bytes that a rank sends to the next rank in the ring of its data-parallel group.
+        data: The bytes that a rank sends to the next rank in the ring of the replicas of its stage.
         tensor: The bytes that a rank sends to the next rank in the ring of its tensor-parallel group.
         pipeline: The bytes that two neighboring pipeline ranks send to each other, by the first of these ranks.
     """
@@ -55,15 +55,30 @@ def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], tra
         The number of bytes, without messages of context parallelism, and the part of it that is due to tensor
         parallelism.
     """
-    crossing = dict.fromkeys(AXES, 0.0)
-    steps = {axis: (sizes.stride(axis, rank_order), sizes.along(axis)) for axis in sizes.axes}
-    for rank, (axis, (stride, size)) in itertools.product(range(sizes.num_ranks), steps.items()):
-        at = rank // stride % size
-        following = rank + ((at + 1) % size - at) * stride
-        if nodes[rank] != nodes[following]:
-            sent = {DATA: traffic.data, TENSOR: traffic.tensor, PIPELINE: traffic.pipeline.get(at, 0.0)}
-            crossing[axis] += sent.get(axis, 0.0)  # messages of context parallelism are not counted yet
-    return sum(crossing.values()), crossing[TENSOR]
+    crossing = dict.fromkeys(ROLES, 0.0)
+    for role in ROLES:
+        for ring in _rings(sizes, rank_order, role):
+            for at, (rank, following) in enumerate(zip(ring, [*ring[1:], ring[0]], strict=True)):
+                if nodes[rank] != nodes[following]:
+                    sent = {SAMPLES: traffic.data, WEIGHTS: traffic.tensor, LAYERS: traffic.pipeline.get(at, 0.0)}
+                    crossing[role] += sent.get(role, 0.0)  # messages of context parallelism are not counted yet
+    return sum(crossing.values()), crossing[WEIGHTS]
+
+
+def _rings(sizes: Sizes, rank_order: str, role: Role) -> list[list[int]]:
+    """Return the groups of ranks along all axes of a role; each lists its ranks in ascending order.
+
+    Args:
+        sizes: See :func:`bytes_between_nodes`.
+        rank_order: See :func:`bytes_between_nodes`.
+        role: The role.
+    """
+    steps = [(sizes.stride(axis, rank_order), sizes.along(axis), axis.role is role) for axis in sizes.axes]
+    firsts, inside = [0], [0]  # the first rank of each ring, and the distances of its ranks from the first one
+    for stride, size, is_along in sorted(steps, reverse=True):
+        distances = inside if is_along else firsts
+        distances[:] = [start + at * stride for start in distances for at in range(size)]
+    return [[first + distance for distance in inside] for first in firsts]
 
 
 def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
