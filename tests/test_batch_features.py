@@ -316,7 +316,7 @@ class ClassWeights(Blocks):
 
 
 def trained(module: type[Blocks], layout: Mapping[str, Any] | None) -> tuple[Result, list[str]]:
-    """Train, and return the warnings about splitting too."""
+    """Train; return the result and the warnings about splitting."""
     data: Any = [module.batch(number) for number in range(4)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

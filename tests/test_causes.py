@@ -186,7 +186,7 @@ class Table(Tokens):
 
 
 def trained(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) -> tuple[Result, list[str]]:
-    """Train, and return what the comparison says too."""
+    """Train; return the result and the message of the comparison."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     kind = type(module.__name__, (module,), attributes)
     data = DataLoader([module.batch(number) for number in range(STEPS)], batch_size=None)

@@ -65,7 +65,7 @@ class Encoder(LightningModule):
 def trained(
     module: Callable[[], Encoder], layout: Mapping[str, Any] | None, replicas: int = 1
 ) -> tuple[Result, list[Any]]:
-    """Train, and return what the hooks of the module have seen too."""
+    """Train; return the result and the values that the hooks of the module received."""
     random = torch.Generator().manual_seed(5)
     x = torch.randn(SAMPLES, 5, generator=random, dtype=torch.float64)
     data = DataLoader(TensorDataset(x, torch.randint(3, (SAMPLES,), generator=random)), BATCH // replicas)

@@ -74,7 +74,7 @@ def trained(
     order: Sequence[int] = range(SAMPLES * STEPS),
     **arguments: Any,
 ) -> list[tuple[Result, list[str]]]:
-    """Train with each loss, and return the warnings of the comparison too."""
+    """Train with each loss; return the results and the warnings of the comparison."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(len(order), FEATURES, dtype=torch.float64, generator=generator)

@@ -124,7 +124,7 @@ class Experts(LightningModule):
 def trained(
     layout: Mapping[str, Any] | None, family: str, precision: str, config: Mapping[str, Any]
 ) -> tuple[Result, list[str], int]:
-    """Train, and return what was said of microbatches, and how often the step ran, too."""
+    """Train; return the result, the messages about microbatches, and the number of runs of the step."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     layout = layout and dict(layout)
     tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))

@@ -39,7 +39,7 @@ CELLS = [(model, layout) for model in MODELS for layout in LAYOUTS if model.atte
 
 
 def trained(model: type[Model], layout: dict[str, Any] | None, replicas: int) -> tuple[Result, set[str]]:
-    """Train, and return the names of buffers too."""
+    """Train; return the result and the names of the buffers."""
     module = model(1 if layout else replicas)
     data = DataLoader(TensorDataset(*model.data(SAMPLES * STEPS)), SAMPLES // (replicas if layout else 1))
     with warnings.catch_warnings():

@@ -143,6 +143,20 @@ class ReadsLossFirstInList(ReadsLossFirst):
         return x
 
 
+class ReadsMissing(ReadsLossFirst):
+    """The layers have no penalties before the first step, and the step would skip a missing penalty."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.body:
+            del layer.penalty
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = Example.loss(self, batch)
+        assert float(loss) >= 0
+        return loss + sum(getattr(layer, "penalty", 0.0) for layer in self.body)
+
+
 class PenalizesLast(ReadsLossFirst):
     """The training loss has the penalty of the last layer, which the last stage has."""
 
@@ -264,7 +278,7 @@ def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dic
     "kind",
     [
         *(KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList),
-        *(ReadsLossFirst, ReadsLossFirstInList, PenalizesLastInEvaluation),
+        *(ReadsLossFirst, ReadsLossFirstInList, ReadsMissing, PenalizesLastInEvaluation),
     ],
 )
 def test_tensors_that_layers_keep_in_attributes_are_refused(

@@ -62,7 +62,7 @@ def half_plugin() -> MixedPrecision:
 
 
 def precise(layout: Layout, batch_size: int, precision: str) -> tuple[Result, set[str], Any]:
-    """Train, and return the dtype of what comes into layer 3, and the scale, too."""
+    """Train; return the result, the dtype of the input of layer 3, and the gradient scale."""
     how: dict[str, Any] = {"plugins": half_plugin()} if precision == "16-mixed" else {"precision": precision}
     module = Plain()
     data = floats(batch_size), floats(batch_size)

@@ -126,7 +126,7 @@ class Net(LightningModule):
 def trained(
     layout: dict[str, Any] | None, layers: list[type[Writes]], is_chain: bool
 ) -> list[tuple[Result, list[str]]]:
-    """Train a module with each layer, and return the warnings about states too."""
+    """Train a module with each layer; return the results and the warnings about states."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS * SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (len(x),), generator=generator)

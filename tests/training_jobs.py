@@ -76,7 +76,7 @@ class WithoutOptimizer(Regression):
 
 
 class Losses(Callback):
-    """Keeps the loss of every batch, which is not a number where the step returns none."""
+    """Losses of all batches; NaN if the step returned no loss."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

@@ -161,6 +161,11 @@ def tables_of(owner: Any) -> list[dict[str, Any]]:
     return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
 
 
+def table_of(owner: Any, name: str) -> dict[str, Any]:
+    """Return the dictionary that holds an attribute or a buffer; the attributes if neither exists."""
+    return next((table for table in reversed(tables_of(owner)) if name in table), vars(owner))
+
+
 def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Restore the entries of a table, in place. An unchanged table is not written, as other threads may read it."""
     if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):

@@ -261,7 +261,7 @@ class Differing(Regression):
 
 
 def trained(layout: Mapping[str, Any] | None, how: str) -> str | Result:
-    """What ends a run, or else its result."""
+    """Train; return the result, or the text of the error that ends the run."""
     try:
         return train(Differing(how), layout, loader(), loader(), max_epochs=2, num_sanity_val_steps=0)
     except ValueError as error:

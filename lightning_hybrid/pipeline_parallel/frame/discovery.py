@@ -79,7 +79,12 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import (
     replace_tensors,
 )
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
-from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, KeptTensorError, find_kept_attributes
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import (
+    GENERATION,
+    KeptTensorError,
+    find_kept_attributes,
+    kept_text,
+)
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.torch_internals import FakeTensor
 
@@ -459,7 +464,7 @@ class Discovery(StepMode):
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 units = find_owners(unit for _, unit in self._units)
                 if find_places(units, {id(leaf)}):
-                    raise KeptTensorError(str(call))
+                    raise KeptTensorError(kept_text(str(call)))
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body computed but did not return. A layer must return"
                     f" every tensor that code around the layers uses, instead of storing it in an attribute."

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, flatten, unflatten
-from lightning_hybrid.distributed.replaced import tables_of
+from lightning_hybrid.distributed.replaced import table_of
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.graph import (
@@ -453,7 +453,7 @@ def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
     Args:
         assigned: The owner and the name of each attribute or buffer.
     """
-    tables = [(_table_of(owner, name), name) for owner, name in assigned]
+    tables = [(table_of(owner, name), name) for owner, name in assigned]
     before = [table.get(name, tables) for table, name in tables]
     try:
         yield
@@ -464,11 +464,6 @@ def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
                     del table[name]
                 else:
                     table[name] = value
-
-
-def _table_of(owner: Any, name: str) -> dict[str, Any]:
-    """Return the dictionary that holds an attribute or a buffer."""
-    return next((table for table in reversed(tables_of(owner)) if name in table), vars(owner))
 
 
 def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:

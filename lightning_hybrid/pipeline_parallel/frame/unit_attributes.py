@@ -13,14 +13,15 @@ A trace ends early if the step needs a value that a unit computes, as `float(los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.replaced import replaced_entries, table_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import find_attributes, find_owners
 
 #: Advice for token generation, the usual reason why layers are called again with their own results.
@@ -37,11 +38,17 @@ class KeptTensorError(WrongUseError):
     Such a step cannot run in lockstep either, so `FrameProgram` does not try this after the error.
     """
 
-    def __init__(self, use: str) -> None:
-        super().__init__(
-            f"{use} uses a tensor that a layer of the body stores in an attribute. Only the stage of the layer has this"
-            f" tensor. Let the layer return the tensor, and use the result of the layer. {GENERATION} [LH414]"
-        )
+
+def kept_text(use: str) -> str:
+    """Return the error message for a use of such a tensor.
+
+    Args:
+        use: The call that uses it.
+    """
+    return (
+        f"{use} uses a tensor that a layer of the body stores in an attribute. Only the stage of the layer has this"
+        f" tensor. Let the layer return the tensor, and use the result of the layer. {GENERATION} [LH414]"
+    )
 
 
 class KeptAttribute(NamedTuple):
@@ -74,32 +81,22 @@ def find_kept_attributes(units: Sequence[nn.Module], tensors: Collection[Tensor]
     return [KeptAttribute(frozenset(holders), path, name) for (_, name), (path, holders) in found.items()]
 
 
-@contextmanager
-def hidden_attributes(attributes: Iterable[KeptAttribute], units: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace attributes of units while entered, by objects that raise a :class:`KeptTensorError` when they are used.
-
-    An attribute that is set while entered keeps its new value.
+def hidden_attributes(attributes: Iterable[KeptAttribute], units: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context in which uses of some attributes of units raise a :class:`KeptTensorError`.
 
     Args:
-        attributes: The attributes. Attributes that this rank lacks are skipped.
+        attributes: The attributes. They need not exist on this rank, whose layers may never have run.
         units: The units.
     """
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
     owners: dict[int, dict[str, Any]] = {}
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for holders, path, name in attributes:
         first = min(holders)
         owners[first] = owners.get(first) or _owners_of(units[first], units)
         owner = owners[first].get(path)
-        if owner is not None and name in vars(owner):
-            replaced.append((vars(owner), name, vars(owner)[name]))
-    for table, name, _ in replaced:
-        table[name] = _HIDDEN
-    try:
-        yield
-    finally:
-        for table, name, value in replaced:
-            if table.get(name) is _HIDDEN:
-                table[name] = value
+        if owner is not None:
+            tables.append((table_of(owner, name), {name: _HIDDEN}))
+    return replaced_entries(tables)
 
 
 def _owners_of(unit: nn.Module, units: Sequence[nn.Module]) -> dict[str, Any]:
@@ -117,7 +114,7 @@ class _Hidden(Tensor):
         Raises:
             KeptTensorError: Always.
         """
-        raise KeptTensorError(f"`{getattr(func, '__name__', func)}`")
+        raise KeptTensorError(kept_text(f"`{getattr(func, '__name__', func)}`"))
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise the error for attributes that tensors do not have: in other steps this may be a container.
@@ -127,7 +124,7 @@ class _Hidden(Tensor):
         """
         if name.startswith("__"):
             raise AttributeError(name)
-        raise KeptTensorError(f"`.{name}`")
+        raise KeptTensorError(kept_text(f"`.{name}`"))
 
 
 _HIDDEN = torch.empty(0).as_subclass(_Hidden)

@@ -250,8 +250,9 @@ class ChainProgram(StepProgram):
             return partial(run_layers, inputs)
         arguments = context.enter_user_code(call, keep=is_last)
         run = partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
-        own = context.parameter_map.stage_map.stages[stage]
-        return partial(run, around=self._without_attributes(call.name, own)) if is_last and self._kept else run
+        if not is_last or not self._kept:
+            return run
+        return partial(run, around=self._without_attributes(call.name, context.parameter_map.stage_map.stages[stage]))
 
     def _without_attributes(self, step: str, own: Container[int]) -> AbstractContextManager[None]:
         """Return the context for a step on the last stage, without attributes in which other layers store tensors.
