@@ -143,6 +143,32 @@ class ReadsLossFirstInList(ReadsLossFirst):
         return x
 
 
+class FailsInTrace(ReadsLossFirst):
+    """The loss is passed to code that does not take the fake tensors of a trace, before the penalties are added."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = Example.loss(self, batch)
+        if type(loss) is not Tensor:
+            raise TypeError(f"Expected a torch.Tensor, but got a {type(loss).__name__}")
+        return loss + sum(layer.penalty for layer in self.body)
+
+
+class KeepingOfPositive(Keeping):
+    """A layer that reads how many rows are positive, as a mixture of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalty = self.penalty * len((x.sum(-1) > 0).nonzero())
+        return x
+
+
+class KeptWithValues(KeptInLayers):
+    """The layers read values, so they cannot run on fake tensors."""
+
+    def build(self) -> None:
+        self.body = nn.Sequential(*(KeepingOfPositive() for _ in range(self.layers)))
+
+
 class ReadsMissing(ReadsLossFirst):
     """The layers have no penalties before the first step, and the step would skip a missing penalty."""
 
@@ -279,6 +305,7 @@ def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dic
     [
         *(KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList),
         *(ReadsLossFirst, ReadsLossFirstInList, ReadsMissing, PenalizesLastInEvaluation),
+        *(FailsInTrace, KeptWithValues),
     ],
 )
 def test_tensors_that_layers_keep_in_attributes_are_refused(

@@ -139,8 +139,6 @@ class ChainCalls(FrameCut):
         around_discovery: A function that returns the context in which the step is traced.
     """
 
-    _tries_zeros = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -156,6 +154,7 @@ class ChainCalls(FrameCut):
         self._whole = self._single = 0  # number of calls of the chain, and of its layers by other code
         self._is_inside = False
         self._returned = set[Value | None]()  # the tensors in the result of the chain
+        self._kept: list[KeptAttribute] = []  # of the last trace
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
@@ -173,31 +172,34 @@ class ChainCalls(FrameCut):
         Returns:
             Four booleans: True if the step calls the chain several times or calls its layers one by one, True if the
             step writes parameters, True if layers or their hooks keep tensors for code around the chain, and True if
-            the trace stopped before the end of the step. If it stopped, also the attributes in which layers store
-            tensors.
+            the trace stopped before the end of the step. If it stopped or failed, also the attributes in which layers
+            store tensors.
         """
         writes, uses_inside, stops = False, False, True
-        kept: list[KeptAttribute] = []
+        self._kept = []
         try:
             with replaced_entries([(vars(self._chain), {"forward": self._call_whole})]), self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
                 uses_inside = self._uses_inside(graph)
-                stops, kept = graph.needed is not None, graph.kept
+                stops = graph.needed is not None
         except KeptTensorError:
             uses_inside = True
         except Exception:  # if the user's code has raised it, the step raises it again when it runs
             pass
-        return (self._whole > 1 or self._single > 0, writes, uses_inside, stops), kept
+        return (self._whole > 1 or self._single > 0, writes, uses_inside, stops), self._kept
 
-    def _follow(self, *arguments: Any) -> tuple[Graph, bool]:
-        """Trace the step once and count its calls of the chain and of single layers.
+    def _follow(self, discovery: Discovery, *arguments: Any) -> tuple[Graph, bool]:
+        """Trace the step once, and record its calls of the chain and of single layers.
 
         A step that writes states of the module is traced several times, so each trace starts at zero.
         """
         self._whole = self._single = 0
         self._returned.clear()
-        return super()._follow(*arguments)
+        try:
+            return super()._follow(discovery, *arguments)
+        finally:
+            self._kept = discovery.graph.kept
 
     def _call_whole(self, x: Any) -> Any:
         """Count a call of the whole chain, and run it."""

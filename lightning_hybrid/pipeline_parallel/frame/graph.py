@@ -198,7 +198,7 @@ class Graph:
         state_writes: Tensors of the module, by `id()`, into which the step writes values of absent tensors, or which it
             replaces by absent tensors; with the name of the last value.
         assigned: The attributes and buffers to which the step assigns absent tensors, each as its owner and its name.
-        kept: If the trace ended early, the attributes in which units store tensors.
+        kept: If the trace ended early or failed, the attributes in which units store tensors.
         needed: The call that needed the value of an absent tensor, as text, where the trace ended; ``None`` if the
             trace reached the end of the step. The call itself is not in `calls`.
         needed_in: The modules whose `forward` ran at the end of the trace, the innermost first.

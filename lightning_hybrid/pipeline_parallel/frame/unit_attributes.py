@@ -8,7 +8,8 @@ the layers of other stages. Such a step is refused::
     after its end    the step may use any attribute: :func:`hidden_attributes` replaces them on the last stage by
                      objects that raise the same error
 
-A trace ends early if the step needs a value that a unit computes, as `float(loss)` does.
+A trace ends early if the step needs a value that a unit computes, as `float(loss)` does. It fails if code of the user
+does not take the fake tensors of a trace.
 """
 
 from __future__ import annotations
