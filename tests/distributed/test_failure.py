@@ -552,6 +552,47 @@ def test_rank_0_stays_until_the_others_have_read_the_cause() -> None:
     assert time.monotonic() - begin < 0.1, "only whose process has the store stays"
 
 
+def test_rank_0_stays_until_the_others_have_left_with_the_same_error() -> None:
+    """The store may end with its process."""
+    store = dist.HashStore()
+    failures = {rank: Failures(Board(store, rank=rank, size=3)) for rank in range(3)}
+    leaving = threading.Thread(target=failures[0].leave_together)
+    leaving.start()
+    failures[1].leave_together()
+    leaving.join(timeout=0.2)
+    assert leaving.is_alive(), "rank 2 has not left"
+    failures[2].leave_together()
+    leaving.join(timeout=1.0)
+    assert not leaving.is_alive()
+
+
+def test_a_rank_that_left_with_an_error_of_all_ranks_has_not_crashed() -> None:
+    store = dist.HashStore()
+    failures, watch, _ = watched(store, 0, abort=pytest.fail)
+    other, _, _ = watched(store, 1)
+    other.leave_together()
+    failures.gone.add(1)
+    watch.look()
+    assert not failures.is_known
+
+
+def test_a_rank_that_waits_for_a_rank_that_left_before_the_first_run_ends() -> None:
+    """Nothing is known about the collectives of a rank before its first run."""
+    store = dist.HashStore()
+    board = Board(store, rank=0, size=2)
+    failures, other = Failures(board), Failures(Board(store, rank=1, size=2))
+    for each in (failures, other):
+        each.begin()
+    ends: dict[str, Any] = {"abort": list, "interrupt": pytest.fail, "end": pytest.fail}
+    watch = RankWatch(failures, board, thread=Blocked(), heartbeats=None, **ends)
+    for _ in range(5):  # the thread waits for a second more at each look
+        watch.look()
+    assert not failures.is_known
+    other.leave_together()
+    watch.look()
+    assert "The run has ended on rank 1, but other ranks are still waiting." in str(failures.cause(patience=0.0))
+
+
 def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     store = dist.HashStore()
     failures, _, _ = watched(store, 0, size=3)

@@ -127,7 +127,7 @@ def test_a_run_goes_on_after_a_rank_of_another_machine_was_killed(machines: Mach
     ended = outputs(machines.torchrun(words(PP2, tmp_path, *more), processes=1, restarts=2))
     assert [code for code, _ in ended] == [0, 0], ended
     assert "rank 0 of 2: from step 4 to step 10" in ended[0][1]
-    assert "killed or crashed: rank 1 (on node2)" in ended[0][1]
+    assert "Killed or crashed without an error message: rank 1 (on node2)" in ended[0][1]
     assert_same(trained(tmp_path), one_process(8))
 
 

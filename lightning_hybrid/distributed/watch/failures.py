@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 from lightning_hybrid.distributed.failure import close_groups, is_transport, notes_of
 from lightning_hybrid.distributed.watch.board import Board
-from lightning_hybrid.distributed.watch.record import name_of
+from lightning_hybrid.distributed.watch.record import Waiting, name_of
 from lightning_hybrid.distributed.watch.verdict.judge import Sight, judge, store_gone_text
 from lightning_hybrid.distributed.watch.verdict.wait_graph import MOST
 
 _PATIENCE = 1.5  # seconds for the watchers of other ranks to answer
 _LATE = 0.5  # additional seconds for ranks that have not answered by then
-_LINGER = 1.5  # seconds for the other ranks to read the first failure
+_LINGER = 1.5  # seconds for the other ranks to read the first failure, or to raise the same error
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -103,10 +103,23 @@ class Failures:
         Args:
             board: The board, over the store client of the calling thread.
         """
+        self._wait_until(board, board.have_read)
+
+    def leave_together(self) -> None:
+        """End the run of this rank after an error that all ranks raise, without closing groups.
+
+        A rank that raises the error later must not take the exit of this process for a crash.
+        """
+        self._board.finish(Waiting(finished=True))
+        with contextlib.suppress(Exception):  # the store is lost
+            self._wait_until(self._board, self._board.finished)
+
+    def _wait_until(self, board: Board, ranks: Callable[[], set[int]]) -> None:
+        """On rank 0, wait for a moment until a list on the board contains all other living ranks."""
         deadline = time.monotonic() + _LINGER
         must_stay = board.rank == 0 and not self.is_store_silent
         others = set(range(1, board.size)) - self.gone if must_stay else set()
-        while others and not others <= board.have_read() and time.monotonic() < deadline:
+        while others and not others <= ranks() and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def learn(self, kind: str, text: str) -> None:

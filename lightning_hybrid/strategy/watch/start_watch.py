@@ -110,6 +110,7 @@ class StartWatch:
         """
         # All ranks raise these, and the user can continue with other arguments.
         if isinstance(exception, (ValueError, TypeError)):
+            self.failures.leave_together()
             return None
         cause = self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
         return cause if is_transport(exception) else None
