@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridTimeline
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, Result, assert_same, make_trainer, together, train
 from tests.zoo.context import Leaking
@@ -245,7 +246,18 @@ def _trained(kind: type[Blocks], layout: dict[str, Any], arguments: dict[str, An
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    daily(
+        CASES,
+        (AuxiliaryLoss, "chunks 2"),
+        (AuxiliaryLoss, "pp2 x dp2"),
+        (DroppedLayers, "chunks 2"),
+        (GrowingDepth, "pp2 x dp2"),
+        (Phases, "pp2"),
+        (OtherOperand, "pp3"),
+    ),
+)
 def test_equals_one_process(ranks: Pools, kind: type[Blocks], name: str) -> None:
     check(ranks, kind, name)
 
@@ -257,7 +269,9 @@ def test_gradients_are_accumulated(ranks: Pools, kind: type[Blocks], name: str) 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "name", "accumulated"), OWN_CASES)
+@pytest.mark.parametrize(
+    ("kind", "name", "accumulated"), daily(OWN_CASES, *(case for case in OWN_CASES if case[1] == "pp2 x dp2"))
+)
 def test_equals_steps_that_are_followed_each_time(
     ranks: Pools, kind: type[Blocks], name: str, accumulated: int
 ) -> None:

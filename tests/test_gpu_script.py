@@ -23,7 +23,7 @@ from benchmarks.gpu.runner import Results, run_part
 from benchmarks.gpu.table import PARTS
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_rehearsal_stays_within_its_budget(tmp_path: Path) -> None:
     """How many parts it reaches depends on the machine; none fails."""

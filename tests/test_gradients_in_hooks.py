@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, assert_same, make_trainer, together, train
 
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "zero3": (2, 2, {"zero_stage": 3}),
     "pp2 x zero2": (4, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 2}),
 }
+DAILY = daily(LAYOUTS, "tp2", "zero3", "pp2 x zero2")
 WIDTH, SAMPLES, BATCH = 8, 24, 8
 
 
@@ -112,7 +114,7 @@ class Clips(Encoder):
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", DAILY)
 @pytest.mark.parametrize("module", [Norms, Clips])
 def test_functions_over_gradients_mean_the_whole_model(ranks: Pools, module: type[Encoder], layout: str) -> None:
     check(ranks, module, layout)
@@ -167,7 +169,7 @@ def whole_parameters(module: Encoder, part: nn.Module | None = None, **arguments
     return make(part, **arguments)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", DAILY)
 @pytest.mark.parametrize("module", [Reads, Writes])
 def test_parameters_are_whole_for_a_while(ranks: Pools, module: type[Encoder], layout: str) -> None:
     check(ranks, module, layout)
@@ -201,7 +203,7 @@ class Scales(Encoder):
                 p.grad.mul_(0.1 * p.norm() / (p.grad.norm() + 1e-6))
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp" not in name])
+@pytest.mark.parametrize("layout", daily([name for name in LAYOUTS if "pp" not in name], "tp2", "zero3"))
 def test_numbers_by_hand_are_of_all_ranks(ranks: Pools, layout: str) -> None:
     check(ranks, ByHand, layout)
 

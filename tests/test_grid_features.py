@@ -28,10 +28,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2.5d": (8, {**TESSERACT, "save_distributed_checkpoint": True}),
     "3d": (8, {**CUBE, "save_distributed_checkpoint": True}),
 }
-EACH_LAYOUT = [pytest.param(name, marks=() if name == "2d" else pytest.mark.thorough) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", EACH_LAYOUT)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoints_are_those_of_one_process(ranks: Pools, tmp_path: Path, layout: str) -> None:
     one, ours = str(tmp_path / "one.ckpt"), str(tmp_path / "ours.ckpt")
     size, arguments = LAYOUTS[layout]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Faults
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, common_count
+from tests.daily import daily
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
 from tests.training_jobs import together, train
@@ -203,7 +204,7 @@ TOLERANCES = {"gpt2": 1e-5, "t5": 1e-5}
 
 @pytest.mark.parametrize(
     ("name", "layout", "accumulate"),
-    [pytest.param(*case, marks=() if case[:2] in DAILY else pytest.mark.thorough) for case in CASES],
+    daily(CASES, *(case for case in CASES if case[:2] in DAILY)),
     ids=lambda value: str(value),
 )
 def test_targets_are_counted_without_a_hook(ranks: Pools, name: str, layout: str, accumulate: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, assert_same, train
 
@@ -238,7 +239,7 @@ def trained(module: type[Coder], layout: dict[str, Any] | None, batch_size: int 
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", daily(LAYOUTS, "chunks 2"))
 def test_modules_between_lists_may_write_their_buffers(ranks: Pools, module: type[Coder], name: str) -> None:
     size, layout = LAYOUTS[name]
     expected = trained(module, None)

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, train
 from tests.zoo.tensor import DIM, LENGTH, OwnBlock
@@ -30,8 +31,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 dp2": (4, {"context_parallel_size": 2}),
     "zero3": (2, {"zero_stage": 3}),
     "tp2 dp2 zero1": (4, {"tensor_parallel_size": 2, "sequence_parallel": True, "zero_stage": 1}),
-}
-THOROUGH: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
     "tp2 dp2": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
@@ -233,9 +232,9 @@ def trained(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)])
+@pytest.mark.parametrize("name", daily(LAYOUTS, "tp2 sequence", "cp2 dp2", "zero3"))
 def test_each_layout_trains_as_one_process(ranks: Pools, name: str) -> None:
-    world, layout = {**LAYOUTS, **THOROUGH}[name]
+    world, layout = LAYOUTS[name]
     replicas = world // math.prod(layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context"))
     # With ZeRO, not all that a step of manual optimization writes is kept; see the limits.
     for cls in STEPS if "zero_stage" not in layout else STEPS[:-1]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_hybrid import Faults, Tuning
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, make_trainer, together, train
 from tests.transparency import FRAME_SUBJECTS, SUBJECTS, TENSOR_SUBJECTS, Subject
@@ -269,18 +270,9 @@ def first_warnings(subject: Subject, layout: dict[str, Any]) -> list[str]:
 
 
 ORDINARY = {**SUBJECTS, **FRAME_SUBJECTS, **TENSOR_SUBJECTS}
-#: Losses that are no means over samples, and say nothing of it.
-EXCEPTIONS: set[str] = set()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if number % 8 == 0 else pytest.mark.thorough)
-        for number, name in enumerate(ORDINARY)
-        if name not in EXCEPTIONS
-    ],
-)
+@pytest.mark.parametrize("name", daily(ORDINARY, *[*ORDINARY][::8]))
 def test_ordinary_modules_are_not_warned_of(ranks: Pools, name: str) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4}
     assert ranks(2, lightning=True).run(first_warnings, ORDINARY[name], layout)[0] == []

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, assert_same, train
 
@@ -173,9 +174,8 @@ def compare(
         assert_same(result.weights, expected.weights, rtol)
 
 
-def _marked(daily: set[tuple[str, str]], *layouts: str) -> list[Any]:
-    pairs = [(family, layout) for family in FAMILIES for layout in layouts]
-    return [pytest.param(*pair, marks=() if pair in daily else pytest.mark.thorough) for pair in pairs]
+def _marked(kept: set[tuple[str, str]], *layouts: str) -> list[Any]:
+    return daily([(family, layout) for family in FAMILIES for layout in layouts], *kept)
 
 
 @pytest.mark.parametrize(("family", "layout"), _marked({("Mixtral", "pp2")}, "pp2", "pp4", "pp2_recompute"))

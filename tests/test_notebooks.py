@@ -124,7 +124,8 @@ def run_script(folder: Path, start_method: str, **arguments: Any) -> subprocess.
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_a_script_may_start_its_processes_likewise(tmp_path: Path, start_method: str) -> None:
     done = run_script(tmp_path, start_method)
     assert_equal(json.loads(done.stdout.split("FOUND ")[1].splitlines()[0]), of_one_process(tmp_path / "one"))

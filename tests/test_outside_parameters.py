@@ -24,6 +24,7 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.tuning.dry_run.dry_run import dry_run
+from tests.daily import daily
 from tests.pool import Pools
 
 pytestmark = pytest.mark.timeout(300)
@@ -187,7 +188,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("layout", "chain"),
-    [(name, chain) for name in LAYOUTS for chain in (False, True) if not chain or name != "tp2_pp2"],
+    daily(
+        [(name, chain) for name in LAYOUTS for chain in (False, True) if not chain or name != "tp2_pp2"],
+        ("tp2_pp2", False),
+        ("dp2_pp2_zero3", True),
+        ("pp2_chunks2", False),
+        ("pp3", True),
+    ),
 )
 def test_they_live_where_they_are_used(ranks: Pools, layout: str, chain: bool, tied: bool, tmp_path: Any) -> None:
     """Optimizers, gradient norms, averages, checkpoints and a second Trainer follow."""

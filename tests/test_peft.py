@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, together, train
 
@@ -90,16 +91,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 tp2 recompute": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "recompute": True}),
     "pp2 zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
 }
-DAILY = {("GPT2", "pp2"), ("Llama", "tp2")}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=() if (name, layout) in DAILY else pytest.mark.thorough)
-        for name in MODELS
-        for layout in LAYOUTS
-    ],
+    daily([(name, layout) for name in MODELS for layout in LAYOUTS], ("GPT2", "pp2"), ("Llama", "tp2")),
 )
 def test_adapters_train_as_in_one_process(ranks: Pools, name: str, layout: str) -> None:
     size, arguments = LAYOUTS[layout]

@@ -25,6 +25,7 @@ from lightning_hybrid.distributed import dtensor
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
+from tests.daily import daily
 from tests.gpu import fits as gpu_fits
 from tests.gpu import test_cuda as gpu_bodies
 from tests.gpu import test_nccl as nccl_bodies
@@ -268,9 +269,7 @@ def run(case: Case, kind: str, epochs: int, **how: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.thorough) for name in CASES]
-)
+@pytest.mark.parametrize("name", daily(CASES, *DAILY))
 def test_a_fit_ends_with_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     found = ranks(2, lightning=True).run(fit, case, str(tmp_path), "cuda")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, assert_same, together, train
 
@@ -184,10 +185,16 @@ def trained(module: type[Recurrent], layout: dict[str, Any] | None, batch_size: 
     return train(module(), layout, *data, max_epochs=2, log_every_n_steps=1)
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "module"),
+    daily(
+        [(name, module) for name in LAYOUTS for module in MODULES],
+        *(("pp2 in microbatches", module) for module in MODULES),
+        *(("pp2 x dp2 in microbatches", module) for module in MODULES[:2]),
+    ),
+)
 def test_packed_sequences_between_layers_train_as_in_one_process(
-    ranks: Pools, module: type[Recurrent], name: str
+    ranks: Pools, name: str, module: type[Recurrent]
 ) -> None:
     size, replicas, layout = LAYOUTS[name]
     expected = trained(module, None)

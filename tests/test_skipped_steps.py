@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2 x zero 2": (4, 2, 2, {"pipeline_parallel_size": 2, "zero_stage": 2}),
     "pp2 x zero 3": (4, 2, 2, {"pipeline_parallel_size": 2, "zero_stage": 3}),
 }
+DAILY = ("dp2, microbatches", "zero 3, microbatches", "pp2, any code", "tp2", "pp2 x dp2", "pp2 x zero 3")
 SIZE = 8  # samples of a batch
 Parts = Sequence[tuple[int, int]]  # (replica, microbatch)
 
@@ -169,7 +171,7 @@ def test_a_replica_without_a_loss_is_left_out(ranks: Pools, layout: str) -> None
     assert_left_out(ranks, layout, [one, other, [*one, (1, 1)], [], other], "dictionary")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", daily(LAYOUTS, *DAILY))
 def test_a_first_batch_without_a_loss_is_skipped(ranks: Pools, layout: str) -> None:
     everything = all_parts(layout)
     assert_left_out(ranks, layout, [everything, everything[1:], [], everything])
@@ -183,14 +185,14 @@ def test_batches_without_a_loss_are_left_out_of_accumulated_gradients(ranks: Poo
     assert_left_out(ranks, layout, left_out, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", daily(LAYOUTS, *DAILY))
 def test_a_step_may_return_before_it_calls_a_layer(ranks: Pools, layout: str) -> None:
     everything = all_parts(layout)
     assert_left_out(ranks, layout, [[], everything[:1], everything, everything[1:], []], "before")
     assert_left_out(ranks, layout, [everything, everything[:1], []], "before")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", daily(LAYOUTS, *DAILY))
 def test_numbers_that_are_not_finite_stay_where_they_are(ranks: Pools, layout: str) -> None:
     everything = all_parts(layout)
     assert_left_out(ranks, layout, [[], everything[:1], everything, everything[1:], []], "nan")

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, TargetMeans, common_count, common_terms, tells_enough
 from lightning_hybrid.trainer.losses.term_weights import TermWeights
+from tests.daily import daily
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
 from tests.training_jobs import together, train
@@ -225,7 +226,7 @@ DAILY = {
 
 @pytest.mark.parametrize(
     ("name", "layout", "accumulate"),
-    [pytest.param(*case, marks=() if case in DAILY else pytest.mark.thorough) for case in CASES],
+    daily(CASES, *DAILY),
     ids=lambda value: str(value),
 )
 def test_each_term_counts_its_own_targets(ranks: Pools, name: str, layout: str, accumulate: int) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Result, train
 from tests.zoo.teacher import BYOL, MODULES, PATCHES, ForeachBYOL
@@ -250,9 +251,9 @@ def test_every_way_to_write_moves_a_teacher_once_a_step(ranks: Pools) -> None:
     assert_like_one_process(ranks, {"pipeline_parallel_size": 2, "num_microbatches": 2}, jobs)
 
 
-@pytest.mark.parametrize("layout", WITHOUT_PIPELINE.values(), ids=WITHOUT_PIPELINE.keys())
-def test_a_teacher_moves_once_a_step_without_a_pipeline(ranks: Pools, layout: dict[str, Any]) -> None:
-    assert_like_one_process(ranks, layout, SOME + MIDDLE)
+@pytest.mark.parametrize("name", daily(WITHOUT_PIPELINE, "replicas", "zero 1", "zero 3 whole", "tensor whole"))
+def test_a_teacher_moves_once_a_step_without_a_pipeline(ranks: Pools, name: str) -> None:
+    assert_like_one_process(ranks, WITHOUT_PIPELINE[name], SOME + MIDDLE)
 
 
 NAMED = {"pipeline_parallel_size": 2, "num_microbatches": 2, "body": ["student", "teacher"]}
@@ -288,14 +289,14 @@ CHAINS: list[Job] = [
 ]
 
 
-@pytest.mark.parametrize("layout", PIPELINES.values(), ids=PIPELINES.keys())
-def test_a_teacher_moves_once_a_step_under_a_pipeline(ranks: Pools, layout: dict[str, Any]) -> None:
-    assert_like_one_process(ranks, layout, SOME)
+@pytest.mark.parametrize("name", daily(PIPELINES, "pp 2 x dp 2", "pp 2 x zero 3 microbatch"))
+def test_a_teacher_moves_once_a_step_under_a_pipeline(ranks: Pools, name: str) -> None:
+    assert_like_one_process(ranks, PIPELINES[name], SOME)
 
 
-@pytest.mark.parametrize("layout", PIPELINES.values(), ids=PIPELINES.keys())
-def test_a_teacher_beside_a_sequential_moves_once_a_step(ranks: Pools, layout: dict[str, Any]) -> None:
-    assert_like_one_process(ranks, layout, CHAINS)
+@pytest.mark.parametrize("name", daily(PIPELINES, "pp 2 x zero 2"))
+def test_a_teacher_beside_a_sequential_moves_once_a_step(ranks: Pools, name: str) -> None:
+    assert_like_one_process(ranks, PIPELINES[name], CHAINS)
 
 
 METHODS = {
@@ -309,10 +310,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("layout", METHODS.values(), ids=METHODS.keys())
-def test_methods_with_a_momentum_encoder_equal_one_process(ranks: Pools, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", daily(METHODS, "pp 2", "tensor", "zero 3"))
+def test_methods_with_a_momentum_encoder_equal_one_process(ranks: Pools, name: str) -> None:
     """Replicas see the same samples: losses over a batch and statistics are those of each replica."""
-    assert_like_one_process(ranks, layout, [(each,) for each in MODULES], (PATCHES, WIDTH), shares=False)
+    assert_like_one_process(ranks, METHODS[name], [(each,) for each in MODULES], (PATCHES, WIDTH), shares=False)
 
 
 def test_byol_moves_its_target_once_for_several_microbatches(ranks: Pools) -> None:

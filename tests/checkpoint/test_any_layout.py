@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import full_tensor
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, together, weights
 from tests.zoo import tensor as zoo
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 FORMS = {"file": False, "directory": True}
 #: Every day these two read; each layout writes every time.
-READERS = [pytest.param(name, marks=() if name in ("pp2", "dp2 zero 3") else pytest.mark.thorough) for name in LAYOUTS]
+READERS = daily(LAYOUTS, "pp2", "dp2 zero 3")
 STEPS = 3
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.weights.weights import Weights
 from tests.checkpoint.test_checksums import flip
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
 from tests.zoo import tensor as zoo
@@ -118,7 +119,7 @@ def started(layout: Layout, from_meta: bool, path: str | None, **arguments: Any)
 
 
 @pytest.mark.parametrize("from_meta", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", daily(LAYOUTS, "one", "tp2 pp2"))
 def test_every_rank_takes_what_it_holds(ranks: Pools, files: Path, name: str, from_meta: bool) -> None:
     expected = made(5).state_dict()
     size, layout = LAYOUTS[name]
@@ -158,7 +159,7 @@ def loaded_in(hook: str, source: Any, layout: Layout) -> dict[str, Any]:
     return module.state_dict()
 
 
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
+@pytest.mark.parametrize("hook", daily(["setup", "on_fit_start"], "on_fit_start"))
 @pytest.mark.parametrize("kind", ["state dict", "directory", "file.safetensors", "folder"])
 @pytest.mark.parametrize("layout", [{**TP2, **PP2}, {**TP2, "zero_stage": 3}], ids=["tp2 pp2", "tp2 zero 3"])
 def test_weights_are_loaded_in_hooks(ranks: Pools, files: Path, hook: str, kind: str, layout: Layout) -> None:

@@ -28,6 +28,7 @@ from lightning_hybrid.cli.comparison import compare, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.mesh import Mesh
+from tests.daily import daily
 from tests.zoo import basic, frame, tensor
 
 ROOT = Path(__file__).parent.parent.parent
@@ -178,9 +179,7 @@ EQUAL: dict[str, tuple[type[basic.Example], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough if index % 2 else ()) for index, name in enumerate(EQUAL)]
-)
+@pytest.mark.parametrize("name", daily(EQUAL, *[*EQUAL][::2]))
 def test_equal(name: str) -> None:
     module, trainer, layout = EQUAL[name]
     result = check(module, trainer=trainer, **layout)

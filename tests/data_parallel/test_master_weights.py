@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy, Tuning
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.trainer.precision import check_optimizer, scale_half
+from tests.daily import daily
 from tests.pool import Pools
 from tests.test_tensor_features import made
 from tests.training_jobs import make_trainer, together, weights
@@ -230,14 +231,10 @@ DAILY = {"pp2": "16-true", "chunks": "bf16-true", "dp2": "bf16-true", "zero 1": 
 DAILY |= {"alone": "bf16-true", "zero 3": "16-true", "tp2": "bf16-true"}
 
 
-def thorough(*values: Any, daily: bool) -> Any:
-    return pytest.param(*values, marks=[] if daily else pytest.mark.thorough)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [thorough(name, each, daily=DAILY.get(name) == each) for name in LAYOUTS for each in DTYPES],
+    daily([(name, each) for name in LAYOUTS for each in DTYPES], *DAILY.items()),
 )
 def test_masters_are_those_of_the_rule(ranks: Pools, name: str, precision: str) -> None:
     expected = by_hand(precision, **LAYOUTS[name][2])
@@ -245,7 +242,7 @@ def test_masters_are_those_of_the_rule(ranks: Pools, name: str, precision: str) 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("optimizer", [thorough("Adagrad", daily=True), thorough("RMSprop", daily=False)])
+@pytest.mark.parametrize("optimizer", daily(["Adagrad", "RMSprop"], "Adagrad"))
 def test_other_optimizers_follow_the_rule(ranks: Pools, optimizer: str) -> None:
     # Adagrad makes its states at once.
     first = trained(ranks, "zero 1", "bf16-true", optimizer)
@@ -255,7 +252,7 @@ def test_other_optimizers_follow_the_rule(ranks: Pools, optimizer: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "float32_gradients"),
-    [thorough(name, each, daily=(name == "pp2") == each) for name in ("pp2", "zero 2") for each in (False, True)],
+    daily([(name, each) for name in ("pp2", "zero 2") for each in (False, True)], ("pp2", True), ("zero 2", False)),
 )
 def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: bool) -> None:
     layout = {"tuning": Tuning(float32_gradients=float32_gradients)}
@@ -265,7 +262,7 @@ def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: boo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [thorough(name, daily=name == "pp2") for name in ("alone", "dp2", "pp2", "zero 3")])
+@pytest.mark.parametrize("name", daily(["alone", "dp2", "pp2", "zero 3"], "pp2"))
 def test_unscaled_float32_gradients_are_clipped(ranks: Pools, name: str) -> None:
     first, rule = trained(ranks, name, "16-true", "SGD", gradient_clip_val=0.1), LAYOUTS[name][2]
     # Ranks that share the model add up the norms of their parameters in float64, one process adds up in float32.
@@ -298,7 +295,7 @@ def share_sequences(layout: dict[str, Any], precision: str) -> dict[str, Tensor]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", [thorough(each, daily=each == "bf16-true") for each in DTYPES])
+@pytest.mark.parametrize("precision", daily(DTYPES, "bf16-true"))
 def test_ranks_that_share_sequences_follow_the_rule(ranks: Pools, precision: str) -> None:
     found, _ = ranks(2, lightning=True).run(share_sequences, {"context_parallel_size": 2}, precision)
     assert_equal(found, by_hand(precision, "SGD", module=Sequences(shares=2)))
@@ -318,13 +315,16 @@ def share_layers(layout: dict[str, Any] | None) -> dict[str, Tensor]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [
-        thorough(2, {"tensor_parallel_size": 2, "zero_stage": 1}, daily=False),
-        thorough(2, {"context_parallel_size": 2, "context_parallel": "ring"}, daily=False),
-        thorough(4, {"context_parallel_size": 2, "pipeline_parallel_size": 2}, daily=False),
-        thorough(4, {"tensor_parallel_size": 4, "tensor_parallel_mode": "2d"}, daily=True),
-        thorough(8, {"tensor_parallel_size": 8, "tensor_parallel_mode": "3d"}, daily=False),
-    ],
+    daily(
+        [
+            (2, {"tensor_parallel_size": 2, "zero_stage": 1}),
+            (2, {"context_parallel_size": 2, "context_parallel": "ring"}),
+            (4, {"context_parallel_size": 2, "pipeline_parallel_size": 2}),
+            (4, {"tensor_parallel_size": 4, "tensor_parallel_mode": "2d"}),
+            (8, {"tensor_parallel_size": 8, "tensor_parallel_mode": "3d"}),
+        ],
+        (4, {"tensor_parallel_size": 4, "tensor_parallel_mode": "2d"}),
+    ),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_ranks_that_share_layers_train_close_to_float32(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
@@ -457,7 +457,7 @@ def save(layout: dict[str, Any], folder: str, *, steps: int, ckpt_path: str | No
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("distributed", [thorough(each, daily=not each) for each in (False, True)])
+@pytest.mark.parametrize("distributed", daily([False, True], False))
 def test_checkpoints_hold_the_masters(ranks: Pools, tmp_path: Path, distributed: bool) -> None:
     expected = by_hand("16-true", replicas=2)
     layout = {**LAYOUTS["zero 1"][1], "save_distributed_checkpoint": distributed, "async_save": True}
@@ -572,7 +572,7 @@ class ByHand(Net):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [thorough(name, daily=name == "zero 1") for name in ("dp2", "zero 1", "zero 3")])
+@pytest.mark.parametrize("name", daily(["dp2", "zero 1", "zero 3"], "zero 1"))
 def test_modules_may_optimize_by_hand(ranks: Pools, name: str) -> None:
     found = ranks(2, lightning=True).run(optimize_by_hand, {"master_weights": True, **LAYOUTS[name][1]})[0]
     assert_equal(found, by_hand("16-true", replicas=2))

@@ -34,6 +34,7 @@ from lightning_hybrid.memory.account import (
 )
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.tuning.dry_run.dry_run import dry_run
+from tests.daily import daily
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS
@@ -156,7 +157,7 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
 
 #: Of which others know as much.
 SOME = "cp2 ulysses", "cp2 ring", "cp2 pp2", "cp2 dp2 zero 2", "tp4 2d pp2"
-EACH_CASE = [pytest.param(case, marks=pytest.mark.thorough if case in SOME else ()) for case in CASES]
+EACH_CASE = daily(CASES, *(case for case in CASES if case not in SOME))
 
 
 @pytest.mark.distributed

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.daily import daily
 from tests.nodes import ray_train, train
 from tests.nodes.machines import Machines, outputs, why_not
 from tests.nodes.slurm import Slurm
@@ -87,11 +88,7 @@ LAUNCHERS = [torchrun, lightning, srun, mpirun, mpirun_with_mpi4py, ray]
 
 @pytest.mark.parametrize(
     ("launch", "name"),
-    [
-        pytest.param(launch, name, marks=() if (launch, name) == (torchrun, "pp2") else pytest.mark.thorough)
-        for launch in LAUNCHERS
-        for name in LAYOUTS
-    ],
+    daily([(launch, name) for launch in LAUNCHERS for name in LAYOUTS], (torchrun, "pp2")),
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_several_machines_are_as_one_process(

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import Launch
 from lightning_hybrid.cli.consolidate import consolidate
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
 from tests.zoo import tensor as zoo
@@ -165,7 +166,7 @@ def gathered(layout: dict[str, Any], path: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", daily(LAYOUTS, "tp2 pp2 units", "tp2 dp2 sequences", "dp2 pp2 chunks 2"))
 def test_the_module_is_whole_again_on_every_rank(ranks: Pools, tmp_path: Any, name: str) -> None:
     size, layout = LAYOUTS[name]
     path = str(tmp_path / "before.ckpt")
@@ -232,8 +233,14 @@ SAVED = {**LAYOUTS, "zero3": (2, {"zero_stage": 3}), "tp2 zero1": (4, {**TP2, "z
 
 @pytest.mark.parametrize(
     ("name", "form", "how"),
-    [(name, ("file", "directory")[number % 2], "auto") for number, name in enumerate(SAVED)]
-    + [("zero3", "directory", "auto"), ("tp2 pp2", "directory", "by hand")],
+    daily(
+        [(name, ("file", "directory")[number % 2], "auto") for number, name in enumerate(SAVED)]
+        + [("zero3", "directory", "auto"), ("tp2 pp2", "directory", "by hand")],
+        ("tp2", "file", "auto"),
+        ("dp2 pp2 chunks 2", "directory", "auto"),
+        ("zero3", "file", "auto"),
+        ("tp2 pp2", "directory", "by hand"),
+    ),
 )
 def test_checkpoints_saved_afterwards_are_those_of_a_divided_module(
     ranks: Pools, tmp_path: Any, name: str, form: str, how: str

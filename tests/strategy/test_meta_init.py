@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeho
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
 from tests.zoo import tensor as zoo
@@ -123,7 +124,7 @@ def started(kind: type[zoo.Example], layout: Layout, seed: int = 3, batch_size: 
     return {**{name: getattr(start, name) for name in kept}, "losses": loss}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", daily(LAYOUTS, "dp2", "tp2 pp2 units", "dp2 pp2 chunks 2"))
 def test_a_module_without_values_starts_alike_under_every_layout(ranks: Pools, name: str) -> None:
     size, layout = LAYOUTS[name]
     replicas = 2 if "dp2" in name else 1

@@ -217,7 +217,7 @@ def test_a_name_that_is_not_known_is_refused() -> None:
         choose_interface("nobody.invalid")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_goes_on_after_torchrun_has_restarted_it(tmp_path: Path) -> None:
     """With the agent's store of torch the second attempt would read the addresses of the first, and wait for ever."""
     words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", train.__file__]

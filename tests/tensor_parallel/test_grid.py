@@ -19,6 +19,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tensor_parallel.grid import blocks
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
+from tests.daily import daily
 from tests.pool import Pools
 from tests.tensor_parallel.groups import CPU, grid_group
 from tests.tensor_parallel.test_layers import MODULES, encoder, mlp
@@ -31,7 +32,7 @@ GRIDS = {
     "3d": arrange("3d", 8),
 }
 #: Eight ranks on two cores take a while.
-EACH_GRID = [pytest.param(name, marks=pytest.mark.thorough if grid.size > 4 else ()) for name, grid in GRIDS.items()]
+EACH_GRID = daily(GRIDS, *(name for name, grid in GRIDS.items() if grid.size <= 4))
 
 
 class Gated(nn.Module):
@@ -164,9 +165,7 @@ def unsharded(parameter: Any) -> Tensor:
 
 
 def _layers() -> list[Any]:
-    daily = {*((name, "2d") for name in DAILY), ("encoder", "2.5d, depth 1")}
-    pairs = itertools.product(PLANS, GRIDS)
-    return [pytest.param(*pair, marks=() if pair in daily else pytest.mark.thorough) for pair in pairs]
+    return daily(itertools.product(PLANS, GRIDS), *((name, "2d") for name in DAILY), ("encoder", "2.5d, depth 1"))
 
 
 @pytest.mark.parametrize(("name", "grid"), _layers())

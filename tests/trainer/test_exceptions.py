@@ -18,6 +18,7 @@ from torch import nn
 from lightning_hybrid.error_codes import printing
 from lightning_hybrid.error_codes.printing import VARIABLE
 from lightning_hybrid.trainer.exceptions import print_shortly
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -180,16 +181,23 @@ trainer.fit(Model(kind), torch.utils.data.DataLoader(torch.randn(8, 4), batch_si
 """
 
 
+ERRORS = {
+    "argument": "ValueError: schedule must be one of",
+    "module": "ValueError: Model uses manual optimization",
+    "step": "ValueError: The loss of `training_step` has no autograd graph",
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("argument", "ValueError: schedule must be one of"),
-        ("module", "ValueError: Model uses manual optimization"),
-        ("step", "ValueError: The loss of `training_step` has no autograd graph"),
-    ],
+    ("launcher", "kind"),
+    daily(
+        [(launcher, kind) for launcher in ("torchrun", "trainer") for kind in ERRORS],
+        ("torchrun", "step"),
+        ("trainer", "argument"),
+    ),
 )
-@pytest.mark.parametrize("launcher", ["torchrun", "trainer"])
-def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path, launcher: str, kind: str, text: str) -> None:
+def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path, launcher: str, kind: str) -> None:
+    text = ERRORS[kind]
     job = tmp_path / "job.py"
     job.write_text(JOB)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

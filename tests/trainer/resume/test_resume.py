@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 
 from lightning_hybrid.distributed.random import generator_states, set_generator_states
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader
+from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
@@ -343,13 +344,7 @@ CASES: dict[str, tuple[str, bool, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-#: Of every run: streams, workers, chunks, and two axes together.
-DAILY = {"one, stream", "dp2, workers", "pp2 chunks 2, half", "dp2 x pp2"}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in DAILY else pytest.mark.thorough) for case in CASES]
-)
+@pytest.mark.parametrize("case", daily(CASES, "one, stream", "dp2, workers", "dp2 x pp2"))
 def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> None:
     name, half, hparams, arguments = CASES[case]
     size, layout = LAYOUTS[name]

@@ -22,6 +22,7 @@ from lightning_hybrid.tuning.candidates import Layout
 from lightning_hybrid.tuning.dry_run import dry_run as dry_runs
 from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
 from lightning_hybrid.tuning.dry_run.saved_tensors import saved_bytes
+from tests.daily import daily
 from tests.tuning.test_module_profile import make_profile
 from tests.zoo import context as zoo
 
@@ -176,6 +177,7 @@ STACKS = {
     for layer in (Layer, Dropping, InPlace, Views, Inner, Attending, Detached)
 }
 PP2 = {"pipeline_parallel_size": 2}
+PRECISIONS = ["32", "bf16-mixed"]
 CASES: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
     **{name: (make, {}) for name, make in STACKS.items()},
     **{f"{name} pp2": (make, PP2) for name, make in STACKS.items()},
@@ -227,8 +229,13 @@ def saved_in(make: Callable[[], LightningModule], precision: Precision, **argume
     }
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    daily(
+        [(case, precision) for case in CASES for precision in PRECISIONS],
+        *((case, PRECISIONS[number % 2]) for number, case in enumerate(CASES)),
+    ),
+)
 def test_what_is_noted_is_what_layers_that_run_again_save(
     case: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
