@@ -240,14 +240,13 @@ class RankWatch:
         if self._heartbeats is not None:
             sight.ages, sight.heartbeat_timeout = self._heartbeats.look(), self._heartbeats.seconds
             sight.records = board.read(rank for rank, age in sight.ages.items() if age > sight.heartbeat_timeout)
-        knows_what = False
         if self.waits is not None:
             sight.is_terminating = self._sigterm_at is not None
             self.waits.look(None if self._sigterm_at is None else time.monotonic() - self._sigterm_at)
-            knows_what = self.waits.knows_what
             is_judge = board.rank == min(set(range(board.size)) - self._finished)
             if is_judge and board.num_waiting():
                 sight.records = board.read(board.begun())
+        knows_what = self.waits is not None and self.waits.knows_what
         sight.waits_for_finished = self._is_blocked and not knows_what
         if self.stall is not None:
             with suppress(Exception):  # for the same reason as in `_answer`

@@ -221,12 +221,11 @@ class Discovery(StepMode):
         try:
             with self:
                 kept = step(*unflatten(copies, spec))
-        except ValueNeeded as needed:
-            kept = needed
-            self._note_kept()
-        except Exception:
-            self._note_kept()
-            raise
+        except (ValueNeeded, Exception) as error:
+            self.graph.kept = find_kept_attributes([unit for _, unit in self._units], self._hidden)
+            if not isinstance(error, ValueNeeded):
+                raise
+            kept = error
         self._checkpoints.clear()  # frames of the user's code keep tensors alive
         collect_new()
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
@@ -244,10 +243,6 @@ class Discovery(StepMode):
         self.graph.decisions = Decisions(self._real_calls, self._outcomes, integers_of(arguments[0]))
         self.graph.invariant = self._unwritten()
         return self.graph
-
-    def _note_kept(self) -> None:
-        """Note the attributes in which units have stored tensors before the trace ended early."""
-        self.graph.kept = find_kept_attributes([unit for _, unit in self._units], self._hidden)
 
     def note_assigned(self, owner: Any, name: str, before: Any, now: Tensor) -> None:
         """Note that an attribute is another tensor after the step.
