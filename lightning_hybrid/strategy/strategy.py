@@ -573,7 +573,13 @@ class HybridStrategy(ReplicaCollectives):
         exceptions = None if self._world is None else self._world.exceptions
         cause = (exceptions or self._start).leave(exception)
         told_elsewhere = cause is not None or (exceptions is not None and exceptions.are_told_elsewhere(exception))
-        print_shortly(cause or exception, self.global_rank, told_elsewhere=told_elsewhere)
+        print_shortly(
+            cause or exception,
+            self.global_rank,
+            told_elsewhere=told_elsewhere,
+            is_first=self._start.failures.is_first,
+            is_terminated=bool if self._world is None else self._world.watch.is_terminated,
+        )
         if cause is not None:
             self.teardown()  # the Trainer does not call it after an exception in this hook
             raise cause from exception

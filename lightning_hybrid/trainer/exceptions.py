@@ -168,22 +168,37 @@ def _save_nothing(*args: Any) -> None:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> None:
+def print_shortly(
+    error: BaseException,
+    rank: int,
+    *,
+    told_elsewhere: bool,
+    is_first: bool = False,
+    is_terminated: Callable[[], bool] = bool,
+) -> None:
     """Install a `sys.excepthook` that prints an error in short form if the error ends the process.
 
-    A hook of the user is not replaced. With the environment variable :data:`VARIABLE` set to ``full``, nothing is
-    replaced.
+    If another rank prints the same text, the hook waits for the launcher to end this process, and prints the error only
+    if the launcher does not do this. A hook of the user is not replaced. With the environment variable :data:`VARIABLE`
+    set to ``full``, nothing is replaced.
 
     Args:
         error: The exception that the Trainer is about to raise.
         rank: The global rank of this process.
-        told_elsewhere: True if another rank prints the cause.
+        told_elsewhere: True if the error is a consequence of a failure of another rank, or the same error.
+        is_first: True if this rank wrote the text of the first failure, so that no other rank prints it.
+        is_terminated: Returns True if the launcher has already told this process to end.
     """
     former = sys.excepthook
     is_of_torch = (former.__module__ or "").startswith("torch.")  # this hook prints the rank, too
     is_usual = is_of_torch or former in (sys.__excepthook__, print_once)
     if os.environ.get(VARIABLE) != "full" and is_usual:
-        sys.excepthook = partial(_print, former, error, rank, told_elsewhere)
+        is_repeated = told_elsewhere and not is_first and not str(error).startswith("Rank ")
+
+        def is_left_out() -> bool:
+            return is_repeated and (is_terminated() or not outlives_the_first())
+
+        sys.excepthook = partial(_print, former, error, rank, told_elsewhere, is_left_out)
 
 
 def _print(
@@ -191,20 +206,20 @@ def _print(
     known: BaseException,
     rank: int,
     told_elsewhere: bool,
+    is_left_out: Callable[[], bool],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     """Print an exception as `sys.excepthook`: in short form if it is the known error, otherwise with the former hook.
 
-    If another rank prints the same text, wait for the launcher to end this process. Print the error only if the
-    launcher does not do this.
-
     Args:
         former: The former hook.
         known: The error that :func:`print_shortly` received.
         rank: The global rank of this process.
-        told_elsewhere: True if another rank prints the cause.
+        told_elsewhere: The argument of :func:`print_shortly`.
+        is_left_out: Returns True if another rank prints the same text. It may wait for the launcher to end this
+            process.
         kind: The class of the exception.
         error: The exception.
         trace: Its traceback.
@@ -212,8 +227,8 @@ def _print(
     if error is not known:
         former(kind, error, trace)
         return
-    if told_elsewhere and not str(error).startswith("Rank ") and not outlives_the_first():
-        return  # the other rank prints the same text
+    if is_left_out():
+        return
     lines = [f"{kind.__name__}: {error}"] if told_elsewhere else _lines(error)
     text = "".join(lines).rstrip("\n")
     print("\n".join(f"[rank{rank}]: {line}" for line in text.split("\n")), file=sys.stderr)

@@ -552,6 +552,15 @@ def test_rank_0_stays_until_the_others_have_read_the_cause() -> None:
     assert time.monotonic() - begin < 0.1, "only whose process has the store stays"
 
 
+def test_the_rank_whose_watch_found_the_cause_prints_it() -> None:
+    store = dist.HashStore()
+    (first, watch, _), (second, other, _) = (watched(store, rank, size=3, abort=list) for rank in (0, 1))
+    for failures, each in ((first, watch), (second, other)):
+        failures.gone.add(2)
+        each.look()
+    assert (first.is_first, second.is_first) == (True, False)
+
+
 def test_rank_0_stays_until_the_others_have_left_with_the_same_error() -> None:
     """The store may end with its process."""
     store = dist.HashStore()

@@ -133,6 +133,25 @@ def test_other_errors_and_other_hooks_stay_what_they_are(
     assert "nn/modules/linear.py" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "is_printed"),
+    [
+        ("Killed or crashed without an error message: rank 1", {"is_first": True}, True),
+        ("Killed or crashed without an error message: rank 1", {"is_terminated": lambda: True}, False),
+        ("Rank 1 failed: ArithmeticError: broken", {"is_terminated": lambda: True}, True),
+    ],
+)
+def test_the_rank_that_found_the_cause_prints_it_and_nobody_waits_for_a_launcher_that_has_spoken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, arguments: Any, is_printed: bool
+) -> None:
+    """torchrun waited 30 s for such a rank, killed it, and the cause was not printed."""
+    error = RuntimeError(text)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    print_shortly(error, 0, told_elsewhere=True, **arguments)
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == (f"[rank0]: RuntimeError: {text}\n" if is_printed else "")
+
+
 def test_lines_of_libraries_below_the_code_of_the_user_are_hidden(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

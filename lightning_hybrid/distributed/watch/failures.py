@@ -43,7 +43,7 @@ class Failures:
 
     Attributes:
         failed: If True, this rank failed, or left because another rank failed. It stays True in later runs.
-        is_first: If True, this rank wrote the first failure.
+        is_first: If True, this rank or its watcher wrote the first failure, so this rank prints it.
         is_leaving: If True, this rank is leaving after an exception.
         is_interrupted: If True, this rank's groups were closed so that it runs the handler of SIGINT.
         gone: The ranks that are known to have gone: their processes have ended, or they have not answered calls.

@@ -314,7 +314,8 @@ class RankWatch:
     def _report(self, text: str, exception: str = "RuntimeError") -> str:
         """Write a failure, unless another rank has written one. Return the first failure."""
         with suppress(dist.DistError, OSError):
-            self._board.write_cause(exception, text)
+            if self._board.write_cause(exception, text):
+                self._failures.is_first = True
             if (cause := self._board.read_cause()) is not None:
                 return self._learn(*cause)
         return text

@@ -116,6 +116,10 @@ class RunWatch:
         self.trainer, self._start.is_first_run = None, False
         self._start.close()
 
+    def is_terminated(self) -> bool:
+        """Return True if this process has received SIGTERM during the last run."""
+        return self._signals.is_terminated
+
     # -- on the watcher's thread ---------------------------------------------------------------------------------------
 
     def _look(self, signals: Collection[int]) -> None:

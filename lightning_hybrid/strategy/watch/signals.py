@@ -56,6 +56,9 @@ class SignalAgreement:
         mesh: The device mesh.
         board: The board, over the store of the watcher.
         wake: Wakes the watcher.
+
+    Attributes:
+        is_terminated: If True, this process has received SIGTERM during the last run.
     """
 
     def __init__(self, mesh: Mesh, board: Board, wake: Callable[[], None]) -> None:
@@ -71,12 +74,13 @@ class SignalAgreement:
         self._replaced = ExitStack()
         self._exception: Exception | None = None  # an exception that the handler raises
         self._is_interrupted = False
+        self.is_terminated = False
 
     def install(self, trainer: Trainer) -> None:
         """Begin a run: replace the Trainer's signal handlers and its broadcast of SIGTERM."""
         self._noted = self._told = self._done = 0
         self._exception, self._is_interrupted = None, False
-        self._trainer = trainer
+        self._trainer, self.is_terminated = trainer, False
         self._is_timed, self._last_validation = internals.validation_interval(trainer) is not None, 0.0
         handlers = internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
         self._replaced.enter_context(handlers)
@@ -107,6 +111,7 @@ class SignalAgreement:
         trainer = self._trainer
         if trainer is None:
             return
+        self.is_terminated = True
         launcher = trainer.strategy.launcher
         if launcher is not None and not self._noted & _TERMINATE:
             launcher.kill(signum)
