@@ -183,6 +183,101 @@ class ReadsMissing(ReadsLossFirst):
         return loss + sum(getattr(layer, "penalty", 0.0) for layer in self.body)
 
 
+class Recording(nn.Module):
+    """A layer that appends a penalty to a list of others."""
+
+    def __init__(self, penalties: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.penalties = block(), penalties
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.penalties.append(x.square().mean())
+        return x
+
+
+class ReadsLossBeforeList(Example):
+    """The loss is read before the sum of a list of the module, to which all layers append."""
+
+    def build(self) -> None:
+        self.penalties: list[Tensor] = []
+        self.body = nn.Sequential(*(Recording(self.penalties) for _ in range(self.layers)))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        assert float(loss) >= 0
+        loss = loss + sum(self.penalties)
+        self.penalties.clear()
+        return loss
+
+
+class ReadsLossBeforeListInList(ReadsLossBeforeList):
+    """The same with layers in a list."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = nn.ModuleList(self.body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+
+class Record:
+    """An object of the module and of all layers."""
+
+    def __init__(self) -> None:
+        self.penalties: list[Tensor] = []
+
+
+class RecordingInObject(nn.Module):
+    """A layer that appends a penalty to the list that an object holds at that time."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.inner, self.record = block(), record
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.record.penalties.append(x.square().mean())
+        return x
+
+
+class ReadsLossBeforeObject(ReadsLossBeforeList):
+    """The loss is read before the sum of a list in an object of the module and of the layers."""
+
+    def build(self) -> None:
+        self.record = Record()
+        self.body = nn.Sequential(*(RecordingInObject(self.record) for _ in range(self.layers)))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.record.penalties = []
+        loss = Example.loss(self, batch)
+        assert float(loss) >= 0
+        return loss + sum(self.record.penalties)
+
+
+class RecordsUnused(ReadsLossBeforeObject):
+    """The list in the object is not used, except by the layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.record.penalties = []
+        loss = Example.loss(self, batch)
+        assert float(loss) >= 0
+        return loss
+
+
+class RecordsUnusedInList(RecordsUnused):
+    """The same with layers in a list."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = nn.ModuleList(self.body)
+
+    forward = ReadsLossBeforeListInList.forward
+
+
 class PenalizesLast(ReadsLossFirst):
     """The training loss has the penalty of the last layer, which the last stage has."""
 
@@ -222,6 +317,8 @@ MODULES: dict[str, type[Example]] = {
     "projected": frame.Projected,
     "penalizes last": PenalizesLast,
     "penalizes last in list": PenalizesLastInList,
+    "records unused": RecordsUnused,
+    "records unused in list": RecordsUnusedInList,
 }
 
 
@@ -288,6 +385,8 @@ def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: typ
         ("penalized", {"num_microbatches": 2, "num_chunks": 2}),
         ("penalizes last", {"num_microbatches": 2, "schedule": "gpipe"}),
         ("penalizes last in list", {"num_microbatches": 2, "num_chunks": 2}),
+        ("records unused", {"num_microbatches": 2}),
+        ("records unused in list", {"num_microbatches": 2}),
     ],
     ids=str,
 )
@@ -305,7 +404,7 @@ def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dic
     [
         *(KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList),
         *(ReadsLossFirst, ReadsLossFirstInList, ReadsMissing, PenalizesLastInEvaluation),
-        *(FailsInTrace, KeptWithValues),
+        *(FailsInTrace, KeptWithValues, ReadsLossBeforeList, ReadsLossBeforeListInList, ReadsLossBeforeObject),
     ],
 )
 def test_tensors_that_layers_keep_in_attributes_are_refused(

@@ -366,7 +366,7 @@ class BodyCut:
         *,
         unwinds: bool,
         may_skip: bool = False,
-        around: AbstractContextManager[None] | None = None,
+        around: AbstractContextManager[object] | None = None,
     ) -> Any:
         """Run a step in which the layers of one stage replace the body.
 

@@ -167,7 +167,7 @@ class Discovery(StepMode):
         self._passes_lengths = passes_lengths
         self._passed: int | None = None  # the number of the first function that ran on zeros
         self._taps, self._watches = taps, dict[int, HookWatch]()
-        self._hidden: list[Tensor] = []  # fake tensors in place of tensors that units have stored in attributes
+        self._hidden: list[tuple[int, Tensor]] = []  # in place of tensors that units have stored in attributes, by unit
         self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
@@ -201,10 +201,11 @@ class Discovery(StepMode):
         self._originals[id(copied)] = copied, tensor
         return copied
 
-    def run(self, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
+    def run(self, module: nn.Module, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
         """Trace a step, inside :func:`without_collector` and :func:`fake_module`.
 
         Args:
+            module: The user's module.
             step: The user's step.
             arguments: The arguments of the step, of which the first is the batch; tensors among them are copied.
 
@@ -222,7 +223,7 @@ class Discovery(StepMode):
             with self:
                 kept = step(*unflatten(copies, spec))
         except (ValueNeeded, Exception) as error:
-            self.graph.kept = find_kept_attributes([unit for _, unit in self._units], self._hidden)
+            self.graph.kept = find_kept_attributes(module, [unit for _, unit in self._units], self._hidden)
             if not isinstance(error, ValueNeeded):
                 raise
             kept = error
@@ -392,7 +393,7 @@ class Discovery(StepMode):
         self._note_escaped(index, watch)
         if held is not None:
             with self.paused():
-                self._hide_kept(module, held)
+                self._hide_kept(index, module, held)
         if any(at == index for at, _ in self.escaped):
             self._repeats.forget(call)
         if len(taps):
@@ -400,13 +401,14 @@ class Discovery(StepMode):
             taps.replay(tapped)
         return result
 
-    def _hide_kept(self, unit: nn.Module, held: Sequence[Tensor]) -> None:
+    def _hide_kept(self, index: int, unit: nn.Module, held: Sequence[Tensor]) -> None:
         """Replace tensors that a call of a unit has stored in attributes by fake tensors without names.
 
         A tensor that the unit also returned has a name, so code around the units could use it. But the attribute has
         the tensor only on the stage of the unit, and other stages would use the value of an earlier step.
 
         Args:
+            index: The position of the unit.
             unit: The unit.
             held: The tensors that the unit held before the call.
         """
@@ -416,8 +418,9 @@ class Discovery(StepMode):
             is_kept = isinstance(tensor, FakeTensor) and id(tensor) not in known
             if not is_kept or isinstance(tensor, nn.Parameter):
                 return tensor
-            self._hidden.append(self.fake(tensor))
-            return self._hidden[-1]
+            fake = self.fake(tensor)
+            self._hidden.append((index, fake))
+            return fake
 
         replace_tensors(find_owners([unit]).values(), hidden)
 

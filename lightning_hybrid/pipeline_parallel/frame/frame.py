@@ -69,7 +69,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
-from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, hidden_attributes
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, HiddenAttributes
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -600,7 +600,7 @@ class FrameCut:
                 fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
-                graph = discovery.run(step, arguments)
+                graph = discovery.run(self._module, step, arguments)
                 return graph, finish()
         finally:
             self._mode = None
@@ -785,7 +785,9 @@ class FrameCut:
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
         invariant = None if self._invariant is None else self._invariant[plan.number]
-        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant, skipped)
+        hidden = self._hidden_attributes(plan, stage)
+        values = inputs or (), parameters, fetched
+        running = Running(part, *values, self._device, seed, random, invariant, skipped, hidden)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()
@@ -793,7 +795,7 @@ class FrameCut:
             running.watch([tensor for tensor, _ in plan.kept])
         self._mode = running
         try:
-            with self._limited_attributes(plan, stage), running:
+            with hidden, undoing_assigned(() if part.is_last else plan.graph.assigned), running:
                 value = step(*arguments)
         except Unwind:
             return running.sent
@@ -826,12 +828,11 @@ class FrameCut:
                     raise WrongUseError(self._written_text(plan, position))
         return value
 
-    def _limited_attributes(self, plan: FramePlan, stage: int) -> AbstractContextManager[None]:
-        """Return a context in which a stage cannot confuse attributes that it has with attributes that it lacks."""
-        if not plan.parts[stage].is_last:
-            return undoing_assigned(plan.graph.assigned)
-        lacks = [each for each in plan.graph.kept if all(self._stage_of[unit] != stage for unit in each.units)]
-        return hidden_attributes(lacks, [unit for _, unit in self._units]) if lacks else contextlib.nullcontext()
+    def _hidden_attributes(self, plan: FramePlan, stage: int) -> HiddenAttributes:
+        """Return a context in which the last stage cannot use attributes that lack tensors of other stages."""
+        kept = plan.graph.kept if plan.parts[stage].is_last else ()
+        present = [unit for unit, at in self._stage_of.items() if at == stage]
+        return HiddenAttributes(kept, present, self._module, [unit for _, unit in self._units])
 
     def run_in_lockstep(
         self,

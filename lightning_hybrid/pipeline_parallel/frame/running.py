@@ -33,6 +33,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
 )
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import HiddenAttributes
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.torch_internals import CONTEXT_PREFIXES, DisableTorchFunction, FakeTensor, version_counter
@@ -164,6 +165,7 @@ class Running(StepMode):
             call.
         invariant: The invariant calls of the step; ``None`` if no results are kept.
         skipped: The numbers of calls that write parameters and that another microbatch makes.
+        hidden: Attributes that are hidden from the code around the units.
 
     Attributes:
         number: The number of the next call.
@@ -181,10 +183,11 @@ class Running(StepMode):
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         invariant: InvariantCalls | None,
-        skipped: Collection[int] = (),
+        skipped: Collection[int],
+        hidden: HiddenAttributes,
     ) -> None:
         super().__init__()
-        self._invariant = invariant
+        self._invariant, self._hidden = invariant, hidden
         self._made: Mapping[int, _Made] = {} if invariant is None else invariant.made
         self._device = device
         self._actions, self._inputs = part.without(skipped), inputs
@@ -357,6 +360,7 @@ class Running(StepMode):
             with DisableTorchFunction():  # the answer may write buffers
                 result = action.answer(self._inputs, args, kwargs)
         else:
+            unit = self._hidden.showing(unit)
             self.__exit__(None, None, None)
             try:
                 with self._random(number) if action.draws_elsewhere else nullcontext():

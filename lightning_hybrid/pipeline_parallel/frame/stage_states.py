@@ -119,7 +119,7 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
     return found
 
 
-def find_attributes(owners: Mapping[str, Any], ids: Collection[int]) -> list[tuple[str, str]]:
+def find_attributes(owners: Mapping[str, Any], ids: Collection[int]) -> list[tuple[str, str, set[int]]]:
     """Return the attributes and buffers that hold some tensors, also inside containers.
 
     Args:
@@ -127,10 +127,11 @@ def find_attributes(owners: Mapping[str, Any], ids: Collection[int]) -> list[tup
         ids: The `id()` of the tensors.
 
     Returns:
-        The path of the owner, and the name of the attribute or buffer.
+        The path of the owner, the name of the attribute or buffer, and the `id()` of the tensors in it.
     """
     entries = ((path, name, value) for path, owner in owners.items() for _, name, value in _entries(owner))
-    return [(path, name) for path, name, value in entries if any(id(inner) in ids for inner in _inside(value))]
+    found = ((path, name, {id(inner) for inner in _inside(value)} & set(ids)) for path, name, value in entries)
+    return [each for each in found if each[-1]]
 
 
 def held_tensors(owners: Iterable[Any]) -> list[Tensor]:

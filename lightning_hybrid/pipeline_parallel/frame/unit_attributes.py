@@ -5,8 +5,14 @@ attribute, and the user's step adds it to the loss, the last stage would read a 
 the layers of other stages. Such a step is refused::
 
     in a trace       :class:`.Discovery` raises a :class:`KeptTensorError` at the call that uses the tensor
-    after its end    the step may use any attribute: :func:`hidden_attributes` replaces them on the last stage by
+    after its end    the step may use any attribute: :class:`HiddenAttributes` replaces them on the last stage by
                      objects that raise the same error
+
+The module, or an object of the user, may hold such an attribute too: layers often append to a list of the module. The
+units of the last stage use the list while they run, but the code around them would read only part of it::
+
+    code around the units    unit      code around the units
+    ---- hidden ------------ shown ---- hidden --------------
 
 A trace ends early if the step needs a value that a unit computes, as `float(loss)` does. It fails if code of the user
 does not take the fake tensors of a trace.
@@ -14,15 +20,17 @@ does not take the fake tensors of a trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.replaced import replaced_entries, table_of
+from lightning_hybrid.distributed.replaced import MISSING, table_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import find_attributes, find_owners
 
 #: Advice for token generation, the usual reason why layers are called again with their own results.
@@ -56,53 +64,109 @@ class KeptAttribute(NamedTuple):
     """An attribute in which units store tensors.
 
     Attributes:
-        units: The positions of the units that hold the owner; usually one.
-        path: The path from the first of these units to the owner, as in :func:`.find_owners`; equal on every rank.
+        units: The positions of the units that have stored a tensor in it.
+        root: The position of the unit that holds the owner; ``None`` if only the module holds it.
+        path: The path from this unit, or from the module, to the owner, as in :func:`.find_owners`; equal on every
+            rank.
         name: The name of the attribute.
     """
 
     units: frozenset[int]
+    root: int | None
     path: str
     name: str
 
 
-def find_kept_attributes(units: Sequence[nn.Module], tensors: Collection[Tensor]) -> list[KeptAttribute]:
-    """Return the attributes of units, and of objects in their attributes, that hold some tensors.
+def find_kept_attributes(
+    module: nn.Module, units: Sequence[nn.Module], tensors: Iterable[tuple[int, Tensor]]
+) -> list[KeptAttribute]:
+    """Return the attributes of units, of the module, and of objects in their attributes, that hold some tensors.
 
     Args:
+        module: The user's module.
         units: The units. A unit's reference to another unit is not followed.
-        tensors: The tensors. They may also be inside containers.
+        tensors: The tensors, each with the position of the unit that has stored it. They may also be inside containers.
     """
-    ids = {id(tensor) for tensor in tensors}
-    found: dict[tuple[int, str], tuple[str, set[int]]] = {}  # by owner and name: the first path, and the units
-    for position, unit in enumerate(units if ids else ()):
-        owners = _owners_of(unit, units)
-        for path, name in find_attributes(owners, ids):
-            found.setdefault((id(owners[path]), name), (path, set()))[1].add(position)
-    return [KeptAttribute(frozenset(holders), path, name) for (_, name), (path, holders) in found.items()]
+    stored_by = {id(tensor): unit for unit, tensor in tensors}
+    found: dict[tuple[int, str], KeptAttribute] = {}  # by owner and name
+    for root in (*range(len(units)), None) if stored_by else ():
+        owners = _owners_of(root, module, units)
+        for path, name, ids in find_attributes(owners, stored_by.keys()):
+            kept = KeptAttribute(frozenset(stored_by[each] for each in ids), root, path, name)
+            found.setdefault((id(owners[path]), name), kept)
+    return list(found.values())
 
 
-def hidden_attributes(attributes: Iterable[KeptAttribute], units: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Return a context in which uses of some attributes of units raise a :class:`KeptTensorError`.
+class HiddenAttributes:
+    """Context in which uses of attributes that lack tensors raise a :class:`KeptTensorError`, except while a unit runs.
 
     Args:
-        attributes: The attributes. They need not exist on this rank, whose layers may never have run.
+        attributes: Attributes in which units store tensors. They need not exist on this rank, whose units may never
+            have run.
+        present: The positions of the units whose tensors this stage has.
+        module: The user's module.
         units: The units.
     """
-    owners: dict[int, dict[str, Any]] = {}
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for holders, path, name in attributes:
-        first = min(holders)
-        owners[first] = owners.get(first) or _owners_of(units[first], units)
-        owner = owners[first].get(path)
-        if owner is not None:
-            tables.append((table_of(owner, name), {name: _HIDDEN}))
-    return replaced_entries(tables)
+
+    def __init__(
+        self,
+        attributes: Iterable[KeptAttribute],
+        present: Container[int],
+        module: nn.Module,
+        units: Sequence[nn.Module],
+    ) -> None:
+        self._tables: list[tuple[dict[str, Any], str]] = []
+        self._stack = ExitStack()
+        owners: dict[int | None, dict[str, Any]] = {}
+        for each in attributes:
+            if all(unit in present for unit in each.units):
+                continue
+            if each.root not in owners:
+                owners[each.root] = _owners_of(each.root, module, units)
+            owner = owners[each.root].get(each.path)
+            if owner is not None:
+                self._tables.append((table_of(owner, each.name), each.name))
+
+    def __enter__(self) -> Self:
+        """Hide the attributes."""
+        for table, name in self._tables:
+            self._stack.callback(_show, table, name, table.get(name, MISSING))
+            table[name] = _HIDDEN
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Show the attributes, with values that the step has assigned in the meantime."""
+        self._stack.close()
+
+    def showing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs units, with the attributes shown to them.
+
+        Args:
+            run: The function. It takes any arguments.
+        """
+        return partial(self._run_shown, run) if self._tables else run
+
+    def _run_shown(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.__exit__()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.__enter__()
 
 
-def _owners_of(unit: nn.Module, units: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the modules and objects that a unit holds, by path, unless only other units hold them."""
-    return find_owners([unit], [other for other in units if other is not unit])
+def _show(table: dict[str, Any], name: str, value: Any) -> None:
+    if table.get(name) is not _HIDDEN:  # the step has assigned or deleted it
+        return
+    if value is MISSING:
+        del table[name]
+    else:
+        table[name] = value
+
+
+def _owners_of(root: int | None, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the modules and objects that a unit or the module holds, by path, unless only other units hold them."""
+    start = module if root is None else units[root]
+    return find_owners([start], [other for other in units if other is not start])
 
 
 class _Hidden(Tensor):

@@ -14,7 +14,7 @@ each parameter *around* (outside) the chain.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.chain import ChainCalls, ChainUse, CodeBefore, NotFollowedError, stays_text
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
-from lightning_hybrid.pipeline_parallel.frame.unit_attributes import KeptAttribute, hidden_attributes
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import HiddenAttributes, KeptAttribute
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, slicing
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -249,20 +249,20 @@ class ChainProgram(StepProgram):
         if not self.has_code(stage):
             return partial(run_layers, inputs)
         arguments = context.enter_user_code(call, keep=is_last)
-        run = partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
+        run = partial(self._cut.run, call.step, arguments, unwinds=stage == 0, may_skip=True)
         if not is_last or not self._kept:
-            return run
-        return partial(run, around=self._without_attributes(call.name, context.parameter_map.stage_map.stages[stage]))
+            return partial(run, run_layers, inputs)
+        hidden = self._hidden_attributes(call.name, context.parameter_map.stage_map.stages[stage])
+        return partial(run, hidden.showing(run_layers), inputs, around=hidden)
 
-    def _without_attributes(self, step: str, own: Container[int]) -> AbstractContextManager[None]:
-        """Return the context for a step on the last stage, without attributes in which other layers store tensors.
+    def _hidden_attributes(self, step: str, present: Container[int]) -> HiddenAttributes:
+        """Return the context for a step on the last stage, in which attributes that lack tensors cannot be used.
 
         Args:
             step: The name of the step.
-            own: The positions of the layers whose attributes have the tensors of the step.
+            present: The positions of the layers whose attributes have the tensors of the step.
         """
-        lacks = [each for each in self._kept.get(step, ()) if all(unit not in own for unit in each.units)]
-        return hidden_attributes(lacks, self._body.layers) if lacks else nullcontext()
+        return HiddenAttributes(self._kept.get(step, ()), present, self._context.module, self._body.layers)
 
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`.
@@ -285,7 +285,7 @@ class ChainProgram(StepProgram):
             return None
         arguments = context.enter_user_code(call, keep=True)
         # The layers have run in microbatches, so their attributes do not have the tensors of the whole batch.
-        around = self._without_attributes(call.name, ())
+        around = self._hidden_attributes(call.name, ())
         run = partial(self._cut.run, call.step, arguments, _unchanged, y, unwinds=False, around=around)
         return trial.run(lambda: context.plain(run()))
 
