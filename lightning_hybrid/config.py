@@ -411,6 +411,7 @@ class HybridConfig:
     context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses"
     global_batch_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
+    zero_size: int | None = None
     recompute: bool | int | float | str | list[int] | list[str] = field(
         default=False, metadata={"advice": ", such as True, 'selective' or 4"}
     )
@@ -432,6 +433,8 @@ class HybridConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_duration("timeout", self.timeout)
+        if self.zero_size is not None and self.zero_size < 2:
+            raise ValueError(f"zero_size must be at least 2, got {self.zero_size}. [LH103]")
 
     def changed(self: _Config, arguments: Mapping[str, Any]) -> _Config:
         """Return a copy with other values.
@@ -550,6 +553,10 @@ class Settings(HybridConfig):
         """The time without a heartbeat after which a rank is lost, in seconds; ``None`` for no limit."""
         limit = as_duration(self.faults.heartbeat_timeout)
         return None if limit is None else limit.total_seconds()
+
+    def num_shards(self, num_replicas: int) -> int:
+        """Return the number of replicas over which ZeRO shards a parameter; 1 if ZeRO is not used."""
+        return (self.zero_size or num_replicas) if self.zero_stage else 1
 
     @property
     def shares_casts(self) -> bool:

@@ -96,6 +96,7 @@ class Layout:
     rank_order: str = "pp-dp-tp"
     partition: str = "uniform"
     zero: int = 0
+    zero_size: int | None = None
     reshards: bool | str = "auto"
     recompute: bool | str = False
     context: int = 1
@@ -495,6 +496,9 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
         Layout("tp2_dp2", tensor=2, data=2, rank_order="tp-dp-pp"),
         Layout("tp2_dp2_sequence", tensor=2, data=2, sequence_parallel=True),
         Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
+        Layout("dp4_of2", data=4, zero_size=2),
+        Layout("pp2_dp4_of2", pipeline=2, data=4, microbatches=2, zero_size=2, rank_order="dp-pp-tp"),
+        Layout("tp2_dp4_of2", tensor=2, data=4, zero_size=2),
     ]
     for stage, reshards in ((1, "auto"), (2, "auto"), (3, False), (3, True))
 )
@@ -746,6 +750,7 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
         "launch": Launch(rank_order=layout.rank_order),
         "partition": layout.partition,
         "zero_stage": layout.zero,
+        "zero_size": layout.zero_size,
         "tuning": Tuning(reshard_after_forward=layout.reshards),
         "recompute": layout.recompute,
         "context_parallel_size": layout.context,

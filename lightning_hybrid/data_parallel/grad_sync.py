@@ -57,8 +57,9 @@ class GradientSync:
 
     Context-parallel ranks are averaged like replicas: data parallel means both in this table. A parameter that replicas
     shard has the same place, but each replica receives its rows of the gradient. These gradients are first reduced over
-    the replicas, with ZeRO stages 2 and 3 after each backward of a stage. Rows that several stages hold are then summed
-    over these stages, and averaged over the context-parallel ranks.
+    the replicas that shard it, with ZeRO stages 2 and 3 after each backward of a stage. Rows that several stages hold
+    are then summed over these stages, and averaged over the context-parallel ranks and over other replicas with these
+    rows (`zero_size`).
 
     Every rank of the world must construct this object with the same module (apart from placeholders) and stages,
     because the constructor makes process groups. It also adds hooks to parameters, and may replace batch norms, until
@@ -122,13 +123,13 @@ class GradientSync:
         # Each stage lacks gradients of parameters of several stages in every step.
         on_device = mesh.device_mesh.device_type != "cpu"
         self._mask_groups = {
-            (ranks, of_replica): mesh.shared_parameter_group(ranks, of_replica=of_replica, backend="gloo")
+            (ranks, of_rows): mesh.shared_parameter_group(ranks, of_rows=of_rows, backend="gloo")
             for ranks in holders
-            for of_replica in (False, True)
+            for of_rows in (False, True)
             if on_device
         }
         groups = {
-            ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_replica=True))
+            ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_rows=True))
             for ranks in holders
         }
         self._shared_by = [ranks for ranks, (group, _) in groups.items() if group is not None]
@@ -168,21 +169,21 @@ class GradientSync:
                 self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
             of_stages = [location for location in unshared if len(location.stages) > 1]
             self._after_backward += self._averaged(of_stages, data_group)
-        if self._mesh.sizes.context > 1:
+        if self._mesh.zero.rows_group_size > 1:
             rows = [location.tensor for location in unshared if is_shard(location.tensor)]
-            self._over_holders += self._summed(rows, self._mesh.context_group, averages=True)
+            self._over_holders += self._summed(rows, self._mesh.zero.rows_group, averages=True)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
             shards = [location.tensor for location in shared if is_shard(location.tensor)]
             mask_group = self._mask_groups.get((ranks, True))
-            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True), mask_group, averages=True)
+            self._over_holders += self._summed(shards, self._group(ranks, of_rows=True), mask_group, averages=True)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
         self._parts = [tensor for tensor in parts.values() if isinstance(tensor, nn.Parameter)]
 
-    def _group(self, ranks: tuple[int, ...], *, of_replica: bool = False) -> ProcessGroup:
-        group = self._mesh.shared_parameter_group(ranks, of_replica=of_replica)
+    def _group(self, ranks: tuple[int, ...], *, of_rows: bool = False) -> ProcessGroup:
+        group = self._mesh.shared_parameter_group(ranks, of_rows=of_rows)
         assert group is not None
         return group
 
@@ -203,8 +204,8 @@ class GradientSync:
         """
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
         has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
-        among_replicas = self._mesh.data_control_group if has_mask else None
-        made = self.zero.gradient_buckets(stage, parameters, self._mesh.data_group, among_replicas)
+        among_replicas = self._mesh.zero.control_group if has_mask else None
+        made = self.zero.gradient_buckets(stage, parameters, self._mesh.zero.group, among_replicas)
         if stage is not None and self.zero.reduces_each_backward:
             self._each_backward |= set(map(id, made))
         unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
@@ -224,11 +225,11 @@ class GradientSync:
         *,
         averages: bool = False,
     ) -> list[GradientBuckets]:
-        """Return buckets that sum gradients over a group, and if requested average them over context-parallel ranks."""
+        """Return buckets that sum gradients over a group, and if requested average them over the rows group."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             return []
-        scale = 1 / self._mesh.sizes.context if averages else 1.0
+        scale = 1 / self._mesh.zero.rows_group_size if averages else 1.0
         return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
@@ -367,14 +368,14 @@ class GradientSync:
         if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
             broadcast_tensors(unshared, self._mesh.gradient_group)
-        if self._mesh.sizes.context > 1:
+        if self._mesh.zero.rows_group_size > 1:
             rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
-            broadcast_tensors(rows, self._mesh.context_group)
+            broadcast_tensors(rows, self._mesh.zero.rows_group)
         for ranks in self._shared_by:
             shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
             broadcast_tensors(shared, self._group(ranks))
             shards = [to_local(each.tensor) for each in own if each.ranks == ranks and is_shard(each.tensor)]
-            broadcast_tensors(shards, self._group(ranks, of_replica=True))
+            broadcast_tensors(shards, self._group(ranks, of_rows=True))
 
     def parameters_changed(self) -> None:
         """Record that parameters may have changed since the last evaluation step."""

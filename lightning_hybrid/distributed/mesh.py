@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, ROLES, SAMPLES, TENSOR, Sizes, complete_order
+from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, ROLES, TENSOR, Sizes, complete_order
 from lightning_hybrid.distributed.arrangement import Arrangement, line
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
+from lightning_hybrid.distributed.zero_groups import ZeroGroups
 from lightning_hybrid.torch_internals import clear_dtensor_cache, forget_mesh_groups
 
 #: The tags of messages between two stages over the control group.
@@ -156,6 +157,7 @@ class Mesh:
         hosts: Sequence[str] = (),
         writes_together: bool = False,
         arrangement: Arrangement | None = None,
+        zero_size: int | None = None,
     ) -> None:
         self.sizes, self.num_replicas, self.hosts = sizes, sizes.num_replicas, list(hosts)
         self.arrangement = line(sizes.tensor) if arrangement is None else arrangement
@@ -183,6 +185,7 @@ class Mesh:
         if sizes.context > 1:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
+        self.zero = ZeroGroups(self._ranks, zero_size, self.data_rank, self._group)
         of_axes: dict[str, GroupRef] = {}
         for axis in reversed(by_role):  # groups over stages last, as only torch's mesh has them
             ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
@@ -333,16 +336,18 @@ class Mesh:
 
     @property
     def zero_mesh(self) -> DeviceMesh:
-        """The mesh over which ZeRO shards parameters: the tensor-parallel axes, if any, and innermost the replicas.
+        """The mesh over which ZeRO shards parameters: the tensor-parallel axes, if any, and innermost the zero group.
 
         With this order, the replicas split the rows of a rank's tensor-parallel shard.
         """
         axes = self._tensor_axes() if self.sizes.tensor > 1 else {}
-        if not axes and [axis.role for axis in self.sizes.axes].count(SAMPLES) == 1:
+        if not axes and self.zero.size == self.sizes.along(DATA) == self.num_replicas:
             return self.device_mesh[DATA.name]
         shape = [group.size() for group in axes.values()]
-        ranks = self._ranks[self.pipeline_rank, :, self.context_rank].T.reshape(*shape, self.num_replicas)
-        return _make_device_mesh({**axes, DATA.name: self.data_group}, ranks, self.device_mesh.device_type)
+        first = self.data_rank - self.zero.rank
+        replicas = self._ranks[self.pipeline_rank, first : first + self.zero.size, self.context_rank]
+        ranks = replicas.T.reshape(*shape, self.zero.size)
+        return _make_device_mesh({**axes, DATA.name: self.zero.group}, ranks, self.device_mesh.device_type)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of the axes over which layers are sharded, by name."""
@@ -393,7 +398,7 @@ class Mesh:
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
-        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False, backend: str | None = None
+        self, pipeline_ranks: Iterable[int], *, of_rows: bool = False, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Return the group of all ranks on several stages that have this rank's tensor rank.
 
@@ -401,17 +406,16 @@ class Mesh:
 
         Args:
             pipeline_ranks: The pipeline ranks of the group.
-            of_replica: If True, the group has only ranks of this replica, with all context ranks. If False, it has
-                ranks of all replicas.
+            of_rows: If True, the group has only ranks with the same ZeRO shards. If False, it has ranks of all
+                replicas.
             backend: The backend of the group; ``None`` for the backend of the world.
 
         Returns:
             The group of this rank; ``None`` if this rank is not in a group.
         """
-        ranks = self._ranks[sorted(pipeline_ranks)]
-        rank_groups = ranks.permute(1, 3, 0, 2).flatten(0, 1) if of_replica else ranks.permute(3, 0, 1, 2)
-        rank_groups = rank_groups.flatten(1)
-        reference = self._find_group(rank_groups, backend)
+        ranks = self.zero.by_shard(self._ranks[sorted(pipeline_ranks)])
+        rank_groups = ranks.permute(2, 4, 0, 1, 3).flatten(0, 1) if of_rows else ranks.permute(4, 0, 1, 2, 3)
+        reference = self._find_group(rank_groups.flatten(1), backend)
         return None if reference is None else reference()
 
     def spans_machines(self, *pipeline_ranks: int) -> bool:

@@ -1,6 +1,7 @@
 """Sizes of the axes for a number of processes, and the number of batches in an optimizer step.
 
-`HybridStrategy` calls :func:`resolve_sizes` when it knows the number of processes, before any group is made.
+`HybridStrategy` calls :func:`resolve_sizes` and :func:`check_zero_size` when it knows the number of processes, before
+any group is made.
 `trainer.optimization` and the commands that plan a run call :func:`accumulated_batches`.
 """
 
@@ -70,6 +71,27 @@ def _product(axes: list[Axis], requested: Mapping[str, Any]) -> str:
     sizes = {axis: preferred(requested[axis.label]) for axis in axes}
     factors = (f" x {axis.argument} ({size})" for axis, size in sizes.items() if size > 1 or not axis.is_optional)
     return "".join(factors)
+
+
+def check_zero_size(zero_size: int | None, zero_stage: int, num_replicas: int) -> None:
+    """Check that groups of `zero_size` replicas can shard parameters.
+
+    Raises:
+        ValueError: If the number of replicas is not a multiple of `zero_size`, or if ZeRO is not used.
+    """
+    if zero_size is None:
+        return
+    if not zero_stage:
+        raise ValueError(
+            f"zero_size={zero_size} sets the number of replicas over which ZeRO shards, but zero_stage is 0. Set"
+            " zero_stage to 1, 2 or 3, or remove zero_size. [LH141]"
+        )
+    if num_replicas % zero_size:
+        sizes = [size for size in range(2, num_replicas + 1) if num_replicas % size == 0]
+        advice = f" Set zero_size to one of {sizes}, or remove it." if sizes else " Remove zero_size and zero_stage."
+        raise ValueError(
+            f"zero_size={zero_size} does not divide the number of replicas, which is {num_replicas}.{advice} [LH141]"
+        )
 
 
 def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:

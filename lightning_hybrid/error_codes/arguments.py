@@ -190,4 +190,9 @@ ERRORS = {
         "`device_mesh` was read before the strategy had connected the training processes.",
         "Read `device_mesh` in `setup` or in a later hook.",
     ),
+    "LH141": Entry(
+        "`zero_size` is set, but `zero_stage` is 0, or the number of replicas is not a multiple of `zero_size`.",
+        "Set `zero_stage` to 1, 2 or 3, and `zero_size` to a divisor of the number of replicas, or remove `zero_size`."
+        " See [hybrid sharding](../concepts/data-parallel.md#hybrid-sharding).",
+    ),
 }

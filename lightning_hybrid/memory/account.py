@@ -87,7 +87,7 @@ class LocalParameter:
 def peak_parameter_bytes(
     parameters: Iterable[LocalParameter],
     *,
-    num_replicas: int,
+    num_shards: int,
     zero_stage: int,
     frees_early: bool = False,
     single_backward: bool = False,
@@ -98,7 +98,7 @@ def peak_parameter_bytes(
 
     Args:
         parameters: The parameters of a rank.
-        num_replicas: The data-parallel size.
+        num_shards: The number of replicas over which ZeRO shards.
         zero_stage: The ZeRO stage, 0 to 3.
         frees_early: If True, stage 3 reshards a layer after each use.
         single_backward: If True, a step has only one backward. The last layer in it then has no shard of gradients yet.
@@ -106,19 +106,19 @@ def peak_parameter_bytes(
     Returns:
         The bytes of parameters, and the bytes of gradients.
     """
-    zero_stage = zero_stage if num_replicas > 1 else 0
+    zero_stage = zero_stage if num_shards > 1 else 0
     parameter_bytes = grad_bytes = 0
     unsharded: dict[Hashable, int] = defaultdict(int)  # bytes by layer
     unsharded_grads: dict[Hashable, int] = defaultdict(int)  # bytes in addition to the shards of gradients
     for parameter in parameters:
-        rows = RowShards.of(parameter.shape, num_replicas) if zero_stage else None
+        rows = RowShards.of(parameter.shape, num_shards) if zero_stage else None
         size = parameter.shape.numel()
         if rows is None:
             parameter_bytes += parameter.itemsize * size
             grad_bytes += parameter.grad_itemsize * size
             continue
         shard = rows.shard_shape(0).numel()
-        unsharded[parameter.layer] += parameter.itemsize * num_replicas * rows.padded_numel
+        unsharded[parameter.layer] += parameter.itemsize * num_shards * rows.padded_numel
         parameter_bytes += parameter.itemsize * shard if zero_stage == 3 else 0
         grad_bytes += parameter.grad_itemsize * (shard if zero_stage > 1 else size)
         unsharded_grads[parameter.layer] += parameter.grad_itemsize * (size - shard if single_backward else size)

@@ -52,11 +52,11 @@ class HeldParameter:
     layer: int | None
     groups: tuple[tuple[int, int], ...]
 
-    def shard_shape(self, num_replicas: int) -> torch.Size:
+    def shard_shape(self, num_shards: int) -> torch.Size:
         """Return the shape of the first replica's shard."""
         if self.shard is not None:
             return self.shard
-        rows = RowShards.of(self.shape, num_replicas)
+        rows = RowShards.of(self.shape, num_shards)
         return self.shape if rows is None else rows.shard_shape(0)
 
 
@@ -159,20 +159,21 @@ class MemoryEstimator:
             The estimate, with ``None`` for the activations.
         """
         is_single = num_backwards == 1
-        key = id(held), num_replicas, config.zero_stage, config.frees_early, config.master_weights, is_single
+        num_shards = config.num_shards(num_replicas)
+        key = id(held), num_shards, config.zero_stage, config.frees_early, config.master_weights, is_single
         if key not in self._counted:
-            self._counted[key] = self._count(held, config, num_replicas, single_backward=is_single)
+            self._counted[key] = self._count(held, config, num_shards, single_backward=is_single)
         return self._counted[key]
 
-    def _count(self, held: HeldTensors, config: Settings, num_replicas: int, *, single_backward: bool) -> MemoryUsage:
+    def _count(self, held: HeldTensors, config: Settings, num_shards: int, *, single_backward: bool) -> MemoryUsage:
         parameters, gradients = account.peak_parameter_bytes(
             [account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer) for p in held.parameters],
-            num_replicas=num_replicas,
+            num_shards=num_shards,
             zero_stage=config.zero_stage,
             frees_early=config.frees_early,
             single_backward=single_backward,
         )
-        shapes = [p.shard_shape(num_replicas if config.zero_stage else 1) for p in held.parameters]
+        shapes = [p.shard_shape(num_shards) for p in held.parameters]
         pairs = list(zip(held.parameters, shapes, strict=True))
         if config.master_weights:  # during the optimizer step, their gradients are also in memory
             parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes)

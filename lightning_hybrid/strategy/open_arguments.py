@@ -36,6 +36,7 @@ _OPEN = (
     "num_chunks",
     "tuning.extra_in_flight",
     "zero_stage",
+    "zero_size",
     "recompute",
 )
 #: Arguments that rule out context parallelism and grids of tensor-parallel ranks unless they have their defaults.

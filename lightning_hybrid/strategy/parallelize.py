@@ -176,7 +176,8 @@ class ModuleParallelizer:
         return ZeroParameters(
             self._module,
             self.own_layers(),
-            self._mesh.data_group,
+            self._mesh.zero.group,
+            replica=self._mesh.data_rank,
             zero_stage=self._settings.zero_stage,
             reshard_after_forward=self._settings.frees_early,
         )

@@ -143,6 +143,7 @@ class World:
         }
         arrangement = arrange(config.tensor_parallel_mode, sizes.tensor, config.tensor_parallel_depth)
         axes |= {"arrangement": arrangement, "writes_together": config.save_distributed_checkpoint}
+        axes |= {"zero_size": config.zero_size if config.zero_stage else None}
         placement = find_placement(config, sizes.pipeline)
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
             self.mesh = Mesh(sizes, **axes, hosts=hosts)

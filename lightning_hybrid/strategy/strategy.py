@@ -45,7 +45,7 @@ from lightning_hybrid.distributed.dtensor import moving
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
-from lightning_hybrid.distributed.sizes import resolve_sizes
+from lightning_hybrid.distributed.sizes import check_zero_size, resolve_sizes
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.error_codes.printing import print_once_per_node
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
@@ -151,6 +151,9 @@ class HybridStrategy(ReplicaCollectives):
             ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
         zero_stage: ZeRO stage, which determines what is sharded over replicas. Stage 0 shards nothing, and stage 1
             shards optimizer states. Stage 2 also shards gradients, and stage 3 also shards parameters.
+        zero_size: Number of consecutive replicas over which ZeRO shards (hybrid sharding). Gradients are
+            reduce-scattered within each group of this size, and then summed across the groups. If a group is on one
+            node, ZeRO gathers and reduces parameters and gradients only within nodes. Default: all replicas.
         recompute: Layers to which activation checkpointing is applied. The activations of these layers are not stored
             in the forward pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also
             selects every layer, but stores the results of matrix multiplications and attention. An int sets how many
@@ -390,6 +393,8 @@ class HybridStrategy(ReplicaCollectives):
             self.sizes = Sizes(data=world_size)
         else:
             self.sizes = resolve_sizes(world_size, self.settings.requested_sizes)
+            if "zero_stage" not in self.settings.searched:
+                check_zero_size(self.settings.zero_size, self.settings.zero_stage, self.sizes.num_replicas)
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes.pipeline))
 

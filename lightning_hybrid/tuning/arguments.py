@@ -63,6 +63,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
         "schedule": layout.schedule,
         "num_chunks": layout.num_chunks,
         "zero_stage": layout.zero_stage,
+        "zero_size": layout.zero_size,
         "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
         "tuning.extra_in_flight": list(layout.extra_in_flight) or 0,
     }
@@ -81,7 +82,7 @@ def in_words(layout: Layout) -> str:
     if layout.num_microbatches > 1:
         words.append(f"{layout.num_microbatches} microbatches")
     if layout.zero_stage:
-        words.append(f"zero {layout.zero_stage}")
+        words.append(f"zero {zero_text(layout)}")
     if layout.recompute:
         words.append(f"recompute {recompute_text(layout)}")
     return ", ".join(words)
@@ -90,6 +91,11 @@ def in_words(layout: Layout) -> str:
 def mode_text(layout: Layout) -> str:
     """Return the arrangement of the tensor-parallel ranks as text."""
     return f"{layout.tensor_mode} depth {layout.tensor_depth}" if layout.tensor_depth > 1 else layout.tensor_mode
+
+
+def zero_text(layout: Layout) -> str:
+    """Return the ZeRO stage, and the number of replicas that shard if it is not all: for example ``3 over 8``."""
+    return str(layout.zero_stage) + (f" over {layout.zero_size}" if layout.zero_size else "")
 
 
 def schedule_text(layout: Layout) -> str:

@@ -45,6 +45,7 @@ class Layout:
         context_kind: `context_parallel`.
         tensor_mode: `tensor_parallel_mode`.
         tensor_depth: `tensor_parallel_depth`.
+        zero_size: As in `HybridStrategy`; ``None`` for all replicas.
     """
 
     data: int
@@ -60,11 +61,17 @@ class Layout:
     context_kind: str = "ulysses"
     tensor_mode: str = "1d"
     tensor_depth: int = 1
+    zero_size: int | None = None
 
     @cached_property
     def sizes(self) -> Sizes:
         """The number of ranks along each axis."""
         return Sizes(**{axis.label: getattr(self, axis.label) for axis in AXES})
+
+    @property
+    def num_shards(self) -> int:
+        """The number of replicas over which ZeRO shards a parameter; 1 if ZeRO is not used."""
+        return (self.zero_size or self.data) if self.zero_stage else 1
 
     @property
     def tensor_key(self) -> TensorKey:

@@ -389,13 +389,28 @@ class CostModel:
         return link.seconds(messages.sent, messages.hops) + messages.collectives * self.machine.collective_seconds
 
     def gradient_link(self, layout: Layout) -> Link:
-        """Return the link over which replicas and context-parallel ranks sum gradients together.
+        """Return the link over which replicas and context-parallel ranks sum gradients together."""
+        return self._with_context(layout, self.link(layout, DATA))
 
-        It is the network if the ranks of either group are on several nodes.
+    def zero_link(self, layout: Layout) -> Link:
+        """Return the slowest link between the replicas over which ZeRO shards a parameter."""
+        return self._links(self._stride(layout, DATA), layout.num_shards, layout.num_ranks)
+
+    def rows_link(self, layout: Layout) -> Link:
+        """Return the slowest link between the ranks with equal ZeRO shards."""
+        stride, size = self._stride(layout, DATA) * layout.num_shards, layout.data // layout.num_shards
+        return self._with_context(layout, self._links(stride, size, layout.num_ranks))
+
+    def _with_context(self, layout: Layout, link: Link) -> Link:
+        """Return the link of a group that includes context-parallel ranks: the network if these are on several nodes.
+
+        Args:
+            layout: The layout.
+            link: The link between the other ranks of the group.
         """
         size, number = layout.context, layout.num_ranks
         is_far = self.machine.crosses_nodes(self._stride(layout, CONTEXT), size, number, (0, size - 1))
-        return self.link(layout, CONTEXT if is_far else DATA)
+        return self.link(layout, CONTEXT) if is_far else link
 
     def boundary(self, layout: Layout, stage: int) -> Link:
         """Return the link between a stage and the next one."""
@@ -487,9 +502,9 @@ class _Rank:
         gradients, shards = self._data_volume(model, layout, weights, number)
         backward = work.backward * (number if layout.zero_stage > 1 else 1)
         # Without ZeRO, one all-reduce sums gradients over replicas and context-parallel ranks.
-        link = model.link(layout, DATA) if layout.zero_stage else model.gradient_link(layout)
+        link = model.zero_link(layout) if layout.zero_stage else model.gradient_link(layout)
         waiting = max(0.0, model.seconds(link, gradients) - model.machine.overlap * backward)
-        self.exposed = waiting + model.seconds(model.link(layout, CONTEXT), shards)
+        self.exposed = waiting + model.seconds(model.rows_link(layout), shards)
         self.parts = {
             "computing": number * work.computing,
             "recomputing": number * work.recomputing,
@@ -504,17 +519,21 @@ class _Rank:
             "context": number * work.sent_context if layout.context > 1 else 0.0,
             "pipeline": number * work.passed if layout.pipeline > 1 else 0.0,
             "data": gradients.sent + shards.sent,
+            "rows": shards.sent,
         }
 
     @staticmethod
     def _data_volume(
         model: CostModel, layout: Layout, weights: tuple[int, int], number: int
     ) -> tuple[Messages, Messages]:
-        """Return the messages of a step between replicas, and the messages for shards in the context group."""
+        """Return the messages of a step in the zero group, or between replicas, and the messages for equal shards.
+
+        A rank sums the gradients of its shards with the context-parallel ranks and the other zero groups.
+        """
         parameters, grads = weights
         if layout.zero_stage == 0:
             return in_ring(layout.data * layout.context, 2, grads), NO_MESSAGES
-        replicas, share = layout.data, (layout.data - 1) / layout.data
+        replicas, share = layout.num_shards, (layout.num_shards - 1) / layout.num_shards
         backwards = number if layout.zero_stage > 1 else 1
         gathers = 1
         if layout.zero_stage == 3 and model.step.reshard_after_forward is True:
@@ -523,11 +542,11 @@ class _Rank:
             gathers = 2 * model.step.accumulations(layout.data)
         collectives = backwards + gathers
         sent = share * (backwards * grads + gathers * parameters)
-        return Messages(sent, collectives * (replicas - 1), collectives), in_ring(layout.context, 2, grads / replicas)
+        gathered = Messages(sent, collectives * (replicas - 1), collectives)
+        return gathered, in_ring(layout.context * layout.data // replicas, 2, grads / replicas)
 
     @staticmethod
     def _optimizer_seconds(model: CostModel, layout: Layout, weights: tuple[int, int], states: int | None) -> float:
         parameters, grads = weights
-        shards = layout.data if layout.zero_stage else 1
-        touched = (2 * parameters + grads) / shards + 2 * (states or 0)
+        touched = (2 * parameters + grads) / layout.num_shards + 2 * (states or 0)
         return touched / model.machine.memory_bandwidth

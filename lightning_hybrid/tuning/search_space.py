@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR
+from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR, Sizes, complete_order
 from lightning_hybrid.config import Settings, choices, usual_microbatches
 from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.strategy.open_arguments import MOST_CHUNKS, RECOMPUTE
@@ -47,6 +47,8 @@ class SearchSpace:
             fewer samples, their number is used.
         schedules: Schedules, with the number of chunks of a rank.
         zero_stages: ZeRO stages, if there are several replicas. With one replica, only stage 0 is tried.
+        zero_sizes: The value of ``zero_size``, where ``None`` means all replicas; empty to try all replicas, and the
+            replicas of one node.
         recompute: Kinds of recomputation: False, ``"selective"`` or True.
         some_layers: If True, layouts that fit only with recomputation are also tried with the fewest recomputed layers.
     """
@@ -60,6 +62,7 @@ class SearchSpace:
     num_microbatches: Callable[[int], int] | None = None
     schedules: Sequence[tuple[str, int]] | None = None
     zero_stages: Sequence[int] = (0, 1, 2, 3)
+    zero_sizes: Sequence[int | None] = ()
     recompute: Sequence[bool | str] = RECOMPUTE
     some_layers: bool = False
 
@@ -96,6 +99,22 @@ class SearchSpace:
         except ValueError:
             return []
 
+    def zeros_of(self, sizes: Sizes, rank_order: str, ranks_per_node: int) -> Iterator[tuple[int, int | None]]:
+        """Yield the ZeRO stages with the numbers of replicas over which they shard.
+
+        Args:
+            sizes: The number of ranks along each axis.
+            rank_order: The order of the axes, as for :func:`.complete_order`.
+            ranks_per_node: The number of ranks on a node.
+        """
+        inside = ranks_per_node // sizes.stride(DATA, complete_order(rank_order, sizes.by_key))
+        found = self.zero_sizes or ((None, inside) if 1 < inside < sizes.data else (None,))
+        for stage in self.zero_stages if sizes.data > 1 else (0,):
+            if stage:
+                yield from ((stage, size) for size in found if size is None or sizes.data % size == 0)
+            elif None in found:
+                yield stage, None
+
     def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
         """Return the schedules for a number of pipeline ranks, with the number of chunks of a rank."""
         return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
@@ -109,14 +128,15 @@ def _is_in(value: int, allowed: Collection[int] | None) -> bool:
 
 
 def layouts(
-    num_ranks: int, step: Step, max_tensor: int, max_context: int, space: SearchSpace = EVERYTHING
+    num_ranks: int, step: Step, max_tensor: int, ranks_per_node: int, space: SearchSpace = EVERYTHING
 ) -> Iterator[Layout]:
     """Yield every layout of a search space.
 
     A layout combines sizes whose product is the number of ranks, with a number of replicas that is possible for the
     step, and a value of each other argument. If the space does not restrict them, the values are: ``p``, ``2 p``,
     ``4 p``, ... microbatches, up to one for each sample of a replica; 1F1B and GPipe with one chunk on each rank, and
-    interleaved 1F1B with two to four; each ZeRO stage if there are several replicas; and every kind of recomputation.
+    interleaved 1F1B with two to four; each ZeRO stage if there are several replicas, over all replicas or over those of
+    a node; and every kind of recomputation.
     With context parallelism, every kind of attention communication is tried. With tensor parallelism and without
     context parallelism, every arrangement of the ranks is tried.
 
@@ -124,10 +144,11 @@ def layouts(
         num_ranks: The number of ranks of the run.
         step: The samples of a step.
         max_tensor: The largest tensor-parallel size, unless the space lists the sizes.
-        max_context: The largest context-parallel size, unless the space lists the sizes.
+        ranks_per_node: The number of ranks on a node. It is the largest context-parallel size, unless the space lists
+            the sizes.
         space: The values that are tried.
     """
-    for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, max_context):
+    for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, ranks_per_node):
         if not step.is_possible(data):
             continue
         batch = step.batch(data)
@@ -135,18 +156,18 @@ def layouts(
             numbers = microbatch_numbers(pipeline, batch)
         else:
             numbers = [min(space.num_microbatches(pipeline), batch)]
+        sizes = Sizes(data, tensor, pipeline, context)
         options = product(
             numbers,
             space.schedules_of(pipeline),
-            space.zero_stages if data > 1 else (0,),
+            space.zeros_of(sizes, step.rank_order, ranks_per_node),
             space.recompute,
             space.kinds_of(context),
             space.arrangements_of(tensor, context),
         )
-        for microbatches, (schedule, chunks), zero, recompute, kind, mode in options:
-            yield Layout(
-                data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute, (), context, kind, *mode
-            )
+        for number, (schedule, chunks), (zero, size), recompute, kind, mode in options:
+            others = number, schedule, chunks, zero, recompute, (), context, kind, *mode, size
+            yield Layout(data, tensor, pipeline, *others)
 
 
 def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
@@ -196,6 +217,7 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
         num_microbatches=None if "num_microbatches" in searched else _microbatches(config),
         schedules=schedules or [given],
         zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),
+        zero_sizes=() if "zero_size" in searched else (config.zero_size,),
         recompute=RECOMPUTE if "recompute" in searched else (_supported(config.recompute),),
         some_layers="recompute" in searched,
     )

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "dp2": (2, 2, {}),
     "tp2 pp2": (4, 1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4}),
     "dp2 zero 3": (2, 2, {"zero_stage": 3}),
+    "dp4 zero 3 in pairs": (4, 4, {"zero_stage": 3, "zero_size": 2}),
     "dp2 tp2 zero 2": (4, 2, {"tensor_parallel_size": 2, "zero_stage": 2}),
     "dp2 pp2 chunks 2": (4, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4, **CHUNKS}),
 }

@@ -22,6 +22,7 @@ from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
 from lightning_hybrid.data_parallel.zero.param import RowShards, shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import flatten_blocks, full_tensor, to_local
+from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, together, train
 
@@ -377,3 +378,53 @@ def test_layers_run_again_in_backward_with_their_parameters(ranks: Pools, pipeli
     results = ranks(2 * pipeline, lightning=True).run(trained_with, Regression, {**layout, "recompute": wish}, {})
     for result, other in zip(results, expected, strict=True):
         assert_same(result, other, rtol=0.0)
+
+
+# -- groups of replicas ------------------------------------------------------------------------------------------------
+
+
+class Wide(Regression):
+    """A module with so many parameters that the marks of buckets do not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.embed, self.head = nn.Linear(6, 64), nn.Linear(64, 1)
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.double()
+
+
+class Bytes(Callback):
+    """The bytes of the collectives of the third step, by the groups of ZeRO."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.last = read_bytes()[1]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            zero, found = trainer.strategy.mesh.zero, read_bytes(self.last)[0]
+            self.found = {name: found.pop(getattr(zero, name).group_name) for name in ("group", "rows_group")}
+            self.rest = sum(found.values())
+
+
+def sent_in_a_step(layout: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+    counted = Bytes()
+    make_trainer(layout, callbacks=[counted], max_epochs=1).fit(Wide(), loader(4, num_samples=48))
+    return counted.found, counted.rest
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 2), (3, 2)])
+def test_groups_of_replicas_send_what_the_table_says(ranks: Pools, stage: int, reductions: int) -> None:
+    """Two microbatches: gradients are reduced once or twice and parameters gathered once, both in groups of 2 of 4.
+
+    The shards of gradients are summed once over the two groups, which sends each byte twice around a ring. So does a
+    reduction: gloo has no reduce-scatter, and sums all.
+    """
+    layout = {"zero_stage": stage, "zero_size": 2, "num_microbatches": 2}
+    size = 8 * sum(parameter.numel() for parameter in Wide().parameters())
+    for found, rest in ranks(4, lightning=True).run(sent_in_a_step, layout):
+        assert found["group"] == pytest.approx((2 * reductions + 1) * size, rel=0.05)
+        assert found["rows_group"] == pytest.approx(2 * size / 2, rel=0.05)
+        assert rest < 0.05 * size

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.axes import Sizes
+from lightning_hybrid.axes import DATA, Sizes
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.arrangement import TENSOR_PARALLEL_MODES, arrange
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.sizes import resolve_sizes
+from lightning_hybrid.distributed.sizes import check_zero_size, resolve_sizes
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -308,6 +308,47 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
                 assert dist.get_process_group_ranks(group) == expected, name
 
 
+def test_zero_shards_over_consecutive_replicas() -> None:
+    """Of 4 x 2 x 2 ranks (data, context, tensor): groups of two replicas, and the ranks with equal shards."""
+    expected = {
+        0: ([0, 4], [0, 2, 8, 10], 0),
+        5: ([1, 5], [5, 7, 13, 15], 1),
+        10: ([10, 14], [0, 2, 8, 10], 0),
+        15: ([11, 15], [5, 7, 13, 15], 1),
+    }
+    for rank, (shards, equal, zero_rank) in expected.items():
+        with fake_world(rank, 16), fake_gloo():
+            mesh = Mesh(Sizes(4, 2, 1, context=2), zero_size=2)
+            assert dist.get_process_group_ranks(mesh.zero.group) == shards
+            assert dist.get_process_group_ranks(mesh.zero.control_group) == shards
+            assert dist.get_process_group_ranks(mesh.zero.rows_group) == equal
+            assert (mesh.zero.rank, mesh.zero.rows_group_size) == (zero_rank, 4)
+            assert mesh.zero_mesh.mesh[rank % 2].tolist() == shards
+            assert mesh.zero_mesh.get_local_rank(DATA.name) == zero_rank
+
+
+def test_ranks_with_equal_shards_of_a_parameter_of_several_stages() -> None:
+    """Of 2 x 4 ranks, pipeline outermost: each of the two shards is on both stages, in two groups of replicas."""
+    for rank, expected in {0: [0, 2, 4, 6], 7: [1, 3, 5, 7]}.items():
+        with fake_world(rank, 8), fake_gloo():
+            mesh = Mesh(Sizes(4, 1, 2), zero_size=2)
+            group = mesh.shared_parameter_group((0, 1), of_rows=True)
+            assert group is not None
+            assert dist.get_process_group_ranks(group) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((3, 1, 4), r"zero_size=3 does not divide .* 4\. Set zero_size to one of \[2, 4\]"),
+        ((2, 0, 4), "zero_stage is 0"),
+    ],
+)
+def test_a_zero_size_that_does_not_fit(arguments: tuple[int, int, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_zero_size(*arguments)
+
+
 def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
     assert resolved(8, "auto", 2, 1, 2) == Sizes(2, 2, 1, 2)
     with pytest.raises(ValueError, match=r"6 processes .* groups of 4 ranks, .* x context_parallel_size \(2\) = 4\."):
@@ -455,8 +496,8 @@ def test_with_weights_that_both_ends_hold_a_rank_has_eight_communicators(rank: i
             mesh = Mesh(Sizes(64, 8, 8))
             make_channels(mesh, Placement.in_turns(8), torch.device("cuda"), dynamic_shapes=False)
             for backend in (None, "gloo"):
-                for of_replica in (False, True):
-                    mesh.shared_parameter_group((0, 7), of_replica=of_replica, backend=backend)
+                for of_rows in (False, True):
+                    mesh.shared_parameter_group((0, 7), of_rows=of_rows, backend=backend)
         assert len(calls.communicators) == 8
         assert len(calls.splits) + len(calls.lazy) + len(calls.gloo) <= 15
 

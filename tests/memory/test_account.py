@@ -135,6 +135,7 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "dp2 zero 1": (Words, 2, {"zero_stage": 1}),
     "dp2 zero 2": (Words, 2, {"zero_stage": 2}),
     "dp2 zero 3": (Words, 2, {"zero_stage": 3}),
+    "dp4 zero 2 in pairs": (Words, 4, {"zero_stage": 2, "zero_size": 2}),
     "dp2 zero 3 per step": (Words, 2, {"zero_stage": 3, "num_microbatches": 2}),
     "pp2": (Words, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
     "pp2 gpipe": (Words, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "gpipe"}),
@@ -247,7 +248,7 @@ def test_zero_holds_what_its_table_says() -> None:
     parameters.append(LocalParameter(torch.Size([4]), 4, 0, 1))
 
     def peak(num_replicas: int, zero_stage: int, **options: bool) -> tuple[int, int]:
-        return peak_parameter_bytes(parameters, num_replicas=num_replicas, zero_stage=zero_stage, **options)
+        return peak_parameter_bytes(parameters, num_shards=num_replicas, zero_stage=zero_stage, **options)
 
     layers, outside, single, frozen = (30, 30), 7, 1, 4
     whole = sum(layers) + outside + frozen + single

@@ -8,6 +8,7 @@ import random
 import socket
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -68,18 +69,28 @@ def naive(sizes: Sizes, order: str, nodes: list[int], sent: Traffic) -> float:
         if len(differing) != 1 or nodes[here] == nodes[there]:
             continue
         axis = differing[0]
-        if its[axis] == (mine[axis] + 1) % numbers[axis]:
-            total += {"dp": sent.data, "tp": sent.tensor, "pp": sent.pipeline.get(mine[axis], 0.0)}[axis]
+        if axis == "dp":
+            size = sent.zero_size or numbers["dp"]
+            (group, at), (other, after) = divmod(mine["dp"], size), divmod(its["dp"], size)
+            if group == other and after == (at + 1) % size:
+                total += sent.data
+            if at == after and other == (group + 1) % (numbers["dp"] // size):
+                total += sent.rows
+        elif its[axis] == (mine[axis] + 1) % numbers[axis]:
+            total += {"tp": sent.tensor, "pp": sent.pipeline.get(mine[axis], 0.0)}[axis]
     return total
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_are_those_of_every_two_ranks(seed: int) -> None:
     draw = random.Random(seed)
-    sizes = Sizes(*(draw.choice([1, 2, 3]) for _ in range(3)))
+    data, zero_size = draw.choice([(1, None), (2, None), (3, None), (4, 2), (6, 3)])
+    sizes = Sizes(data, draw.choice([1, 2, 3]), draw.choice([1, 2, 3]))
     world = sizes.num_ranks
     nodes = [rank // draw.choice([1, 2, 3, 4]) for rank in range(world)]
     sent = Traffic(draw.random(), draw.random(), {link: draw.random() for link in range(sizes.pipeline)})
+    if zero_size is not None:
+        sent = replace(sent, rows=draw.random(), zero_size=zero_size)
     orders = ["-".join(order) for order in itertools.permutations(("pp", "dp", "tp"))]
     all_bytes = {order: naive(sizes, order, nodes, sent) for order in orders}
     for order in orders:

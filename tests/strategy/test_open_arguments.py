@@ -21,6 +21,7 @@ ALL_OPEN = (
     "num_chunks",
     "tuning.extra_in_flight",
     "zero_stage",
+    "zero_size",
     "recompute",
 )
 
@@ -43,6 +44,7 @@ _CONTEXT = "context_parallel_size", "context_parallel"
         ({"tensor_parallel_size": 2, "zero_stage": 1, **AUTO}, open_without("tensor_parallel_size", "zero_stage")),
         ({"sequence_parallel": True, **AUTO}, open_without(*_MODE, *_CONTEXT)),
         ({"tensor_parallel_mode": "2d", **AUTO}, open_without(*_MODE, *_CONTEXT)),
+        ({"zero_size": 2, **AUTO}, open_without("zero_size")),
         ({"context_parallel": "ring", **AUTO}, open_without("context_parallel")),
         ({"context_parallel_size": 2, **AUTO}, open_without(*_MODE, "context_parallel_size")),
         ({"tensor_parallel_size": [1, 2], **AUTO}, ALL_OPEN),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class Problem:
         ]
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        d, zero = layout.data, layout.zero_stage
+        d, zero = layout.zero_size or layout.data, layout.zero_stage
         return [
             MemoryUsage(w // (d if zero == 3 else 1), w // (d if zero > 1 else 1), 2 * w // (d if zero else 1), None, 0)
             for w in self.weights_of(layout)
@@ -181,8 +182,16 @@ def naive_layouts(problem: Problem) -> list[Layout]:
         batch = problem.step.samples // data
         powers = [pipeline * 2**power for power in range(10) if pipeline * 2**power <= batch] or [batch]
         modes = naive_arrangements(tensor, context)
-        every = itertools.product(powers, schedules, range(4), (False, "selective", True), kinds, modes)
-        for number, (schedule, chunks), zero, again, kind, mode in every:
+        zeros = [(stage, None) for stage in range(4)]
+        order = problem.step.rank_order
+        order = order if "cp" in order else order.replace("tp", "cp-tp")
+        of_axes = {"dp": data, "tp": tensor, "pp": pipeline, "cp": context}
+        apart = math.prod(of_axes[name] for name in order.split("-")[order.split("-").index("dp") + 1 :])
+        beside = machine.ranks_per_node // apart
+        if 1 < beside < data and data % beside == 0:
+            zeros += [(stage, beside) for stage in (1, 2, 3)]
+        every = itertools.product(powers, schedules, zeros, (False, "selective", True), kinds, modes)
+        for number, (schedule, chunks), (zero, zero_size), again, kind, mode in every:
             if (pipeline == 1 and schedule != "1f1b") or pipeline * chunks > len(problem.seconds):
                 continue
             if (data == 1 and zero) or (kind != "ulysses" and (context == 1 or again == "selective")):
@@ -192,7 +201,7 @@ def naive_layouts(problem: Problem) -> list[Layout]:
             if mode == ("3d", 1) and problem.output % 2:
                 continue
             options = number, schedule, chunks, zero, again, ()
-            found.append(Layout(data, tensor, pipeline, *options, context, kind, *mode))
+            found.append(Layout(data, tensor, pipeline, *options, context, kind, *mode, zero_size))
     return found
 
 
@@ -203,6 +212,8 @@ def coordinates_of(problem: Problem, layout: Layout) -> list[dict[str, int]]:
     coordinates: list[dict[str, int]] = [{}]
     for name in (order if "cp" in order else order.replace("tp", "cp-tp")).split("-"):  # from the outermost axis
         coordinates = [{**each, name: at} for each in coordinates for at in range(sizes[name])]
+    for each in coordinates:
+        each["equal"], each["shards"] = divmod(each.pop("dp"), layout.zero_size or layout.data)
     return coordinates
 
 
@@ -301,9 +312,10 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                 free = ready + (forward if kind == "F" else backward)
                 if end.get((s, kind, i)) != free:
                     end[s, kind, i], changed = free, True
-    bandwidth, latency = naive_link(problem, layout, "dp", *(() if zero else ("cp",)))
-    rows, wait = naive_link(problem, layout, "cp")
-    c, n = layout.context, layout.data if zero else layout.data * layout.context
+    bandwidth, latency = naive_link(problem, layout, "shards", *(() if zero else ("cp", "equal")))
+    rows, wait = naive_link(problem, layout, "cp", "equal")
+    shards = (layout.zero_size or layout.data) if zero else 1
+    c, n = layout.context * layout.data // shards, shards if zero else layout.data * layout.context
     k, makespan = problem.step.accumulated, max(end.values())
     finished, fullest = [], 0.0
     for rank, w in enumerate(problem.weights_of(layout)):
@@ -313,10 +325,10 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
         sending = times * (n - 1) * (w / n / bandwidth + latency) + (times if zero else 1) * meet
         backward = 2 * sum(s.forward for s in own) * (m * k if zero > 1 else 1)
         exposed = max(0.0, sending - machine.overlap * backward) if n > 1 else 0.0
-        if zero and c > 1:  # shards of gradients are summed over context-parallel ranks
-            exposed += 2 * (c - 1) * (w / d / c / rows + wait) + meet
-        states = 2 * w // (d if zero else 1)
-        optimizer = (3 * w / (d if zero else 1) + 2 * states) / machine.memory_bandwidth
+        if zero and c > 1:  # shards of gradients are summed over the ranks with equal shards
+            exposed += 2 * (c - 1) * (w / shards / c / rows + wait) + meet
+        states = 2 * w // shards
+        optimizer = (3 * w / shards + 2 * states) / machine.memory_bandwidth
         ends = [time for (s, _, _), time in end.items() if s % p == rank]
         finished.append((k - 1) * makespan + max(ends) + exposed + optimizer)
         alive = most = 0
@@ -396,6 +408,21 @@ def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, pa
     volume = passes * 3 / 4 * 8000
     assert cost.sent["data"] == pytest.approx(volume)
     assert cost.parts["data-parallel messages"] == pytest.approx(volume / 100)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_hybrid_sharding_gathers_in_a_node_and_sums_shards_between_nodes(context: int) -> None:
+    """ZeRO 3 over 2 of 4 replicas: all but the sum of the shards' gradients is sent within a node."""
+    problem = flat(node_bandwidth=1000.0, network_bandwidth=10.0, ranks_per_node=2 * context)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    hybrid, whole = (
+        model.estimate(Layout(4, 1, 1, 4, zero_stage=3, context=context, zero_size=size)) for size in (2, None)
+    )
+    gathered, equal = 5 / 2 * 8000, 2 * context
+    summed = 2 * (equal - 1) / equal * 8000 / 2
+    assert hybrid.sent["data"] == pytest.approx(gathered + summed)
+    assert hybrid.parts["data-parallel messages"] == pytest.approx(gathered / 1000 + summed / 10)
+    assert whole.parts["data-parallel messages"] > 4 * hybrid.parts["data-parallel messages"]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +526,7 @@ def test_an_option_has_to_be_worth_it(seed: int) -> None:
 
     def options(layout: Layout) -> int:
         flags = bool(layout.recompute), bool(layout.extra_in_flight), layout.context > 1, layout.tensor_mode != "1d"
-        return layout.zero_stage + layout.num_chunks + sum(flags)
+        return layout.zero_stage + layout.num_chunks + sum(flags) + bool(layout.zero_size)
 
     for cost in others:
         assert options(cost.layout) >= options(first.layout) or cost.seconds_of_sample > 1.0499 * fastest

@@ -50,6 +50,24 @@ def test_what_is_given_stays_in_all_that_is_tried() -> None:
     assert {(each.pipeline, each.num_microbatches) for each in usual} == {(1, 1), (2, 8), (4, 16)}
 
 
+def test_zero_shards_over_all_replicas_or_over_those_of_a_node() -> None:
+    space = search_space(HybridStrategy(**AUTO).settings, HybridStrategy(**AUTO).settings.requested_sizes)
+    found = {
+        (layout.data, layout.tensor, layout.pipeline, layout.zero_size)
+        for layout in layouts(16, LoaderStep(16), 8, 8, space)
+        if layout.zero_stage and layout.context == 1
+    }
+    hybrid = {each for each in found if each[-1] is not None}
+    assert hybrid == {(16, 1, 1, 8), (8, 2, 1, 4), (4, 4, 1, 2)}
+    assert found - hybrid >= {(*sizes, None) for *sizes, _ in hybrid}
+
+
+def test_a_zero_size_that_the_user_sets_stays() -> None:
+    found = tried(8, 16, zero_size=4, **AUTO)
+    assert {(layout.data, layout.zero_size) for layout in found} == {(8, 4), (4, 4)}
+    assert {layout.zero_stage for layout in found} == {1, 2, 3}
+
+
 def test_batches_of_the_loader_make_up_the_samples_of_a_step() -> None:
     step = LoaderStep(4, global_batch_size=24)
     assert [replicas for replicas in range(1, 9) if step.is_possible(replicas)] == [1, 2, 3, 6]

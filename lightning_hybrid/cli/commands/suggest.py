@@ -32,6 +32,7 @@ _UNDIVIDED = dict.fromkeys((axis.argument for axis in AXES), 1) | {
     "num_chunks": 1,
     "schedule": "1f1b",
     "zero_stage": 0,
+    "zero_size": "null",
     "recompute": "false",
     "layout": "null",
     "tuning.memory_limit": "null",

@@ -43,6 +43,7 @@ def planned_traffic(
     options = number, config.schedule, chunks, zero, recompute
     mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
     layout = Layout(sizes.data, tensor, pipeline, *options, (), sizes.context, config.context_parallel, *mode)
+    layout = replace(layout, zero_size=config.zero_size)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # the accumulation of batches is computed below
@@ -65,4 +66,6 @@ def planned_traffic(
         link = stage % pipeline
         # Each link sends activations, and gradients of the same size.
         links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output
-    return Traffic(sent["data"], sent["tensor"], links)
+    if layout.num_shards in (1, layout.data):
+        return Traffic(sent["data"], sent["tensor"], links)
+    return Traffic(sent["data"] - sent["rows"], sent["tensor"], links, sent["rows"], layout.num_shards)

@@ -23,6 +23,7 @@ from lightning_hybrid.tuning.arguments import (
     nested,
     recompute_text,
     schedule_text,
+    zero_text,
 )
 from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.tuning.cost_model import Cost
@@ -125,7 +126,7 @@ def _layouts_table(best: Sequence[Cost]) -> list[str]:
                 schedule_text(replace(layout, extra_in_flight=())) + (" +" if layout.extra_in_flight else "")
                 for layout in layouts
             ],
-            "zero": [str(layout.zero_stage) for layout in layouts],
+            "zero": list(map(zero_text, layouts)),
             "recompute": list(map(_recomputed, layouts)),
         },
         always=("data", "tensor", "pipeline"),

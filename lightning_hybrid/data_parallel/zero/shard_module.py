@@ -43,7 +43,7 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
         broadcast_tensors([to_local(parameter)], mesh.data_group)
-        own = shard(parameter, mesh.zero_mesh, mesh.data_rank, mesh.num_replicas)
+        own = shard(parameter, mesh.zero_mesh, mesh.zero.rank, mesh.zero.size)
         set_parameter(own, owners[id(parameter)])
 
 

@@ -5,7 +5,8 @@
 Training steps and step programs also call it around forwards. Hooks on the modules gather each layer before it runs.
 Gradients are reduced to shards, and optimizers have states for shards only.
 
-The *replicas* are the data-parallel ranks. Each has some *rows* of a sharded parameter, its *shard*. A step is *open*
+The *replicas* are the data-parallel ranks, or groups of `zero_size` of them. Each has some *rows* of a sharded
+parameter, its *shard*. A step is *open*
 from :meth:`ZeroParameters.open` to :meth:`ZeroParameters.close`, while layers find unsharded parameters. The *root*
 group has the parameters that belong to no single layer. Methods that gather or reduce are collectives: all replicas
 must call them in the same order.
@@ -92,7 +93,8 @@ class ZeroParameters:
         module: The user's module, with shards instead of parameters.
         layers: The layers of each stage of this rank, in order, by stage. Parameters in several layers, or in none,
             form the root group, and are unsharded together at the start of a step.
-        group: The replicas.
+        group: The replicas over which parameters are sharded.
+        replica: The number of this rank's replica among all replicas.
         zero_stage: 1, 2 or 3.
         reshard_after_forward: If True, stage 3 reshards a layer after each forward, and after each backward.
 
@@ -114,11 +116,12 @@ class ZeroParameters:
         layers: Mapping[int, Sequence[nn.Module]],
         group: ProcessGroup,
         *,
+        replica: int,
         zero_stage: int,
         reshard_after_forward: bool,
     ) -> None:
         self.reduces_each_backward = zero_stage > 1
-        self._is_first = group.rank() == 0
+        self._is_first, self._counts_shards = replica == 0, replica < group.size()
         self._reshard_after_forward = self._reshards_now = reshard_after_forward and zero_stage == 3
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
@@ -174,7 +177,7 @@ class ZeroParameters:
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Return True if this replica counts a parameter, or its rows of the parameter, in the gradient norm."""
-        return self._is_first or is_shard(parameter)
+        return self._counts_shards if is_shard(parameter) else self._is_first
 
     def gradient_buckets(
         self,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
 from rich import filesize
 
-from lightning_hybrid.axes import LAYERS, ROLES, SAMPLES, WEIGHTS, Role, Sizes
+from lightning_hybrid.axes import LAYERS, SAMPLES, WEIGHTS, Role, Sizes
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
@@ -32,14 +33,18 @@ class Traffic:
     """Bytes that an optimizer step sends.
 
     Attributes:
-        data: The bytes that a rank sends to the next rank in the ring of the replicas of its stage.
+        data: The bytes that a rank sends to the next rank in the ring of its stage's replicas, or of its zero group.
         tensor: The bytes that a rank sends to the next rank in the ring of its tensor-parallel group.
         pipeline: The bytes that two neighboring pipeline ranks send to each other, by the first of these ranks.
+        rows: The bytes that a rank sends to the next rank in the ring of the replicas with equal ZeRO shards.
+        zero_size: The number of replicas in a zero group; ``None`` if `data` is sent in a ring of all replicas.
     """
 
     data: float = 0.0
     tensor: float = 0.0
     pipeline: Mapping[int, float] = field(default_factory=dict)
+    rows: float = 0.0
+    zero_size: int | None = None
 
 
 def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[float, float]:
@@ -55,14 +60,23 @@ def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], tra
         The number of bytes, without messages of context parallelism, and the part of it that is due to tensor
         parallelism.
     """
-    crossing = dict.fromkeys(ROLES, 0.0)
-    for role in ROLES:
-        for ring in _rings(sizes, rank_order, role):
-            for at, (rank, following) in enumerate(zip(ring, [*ring[1:], ring[0]], strict=True)):
-                if nodes[rank] != nodes[following]:
-                    sent = {SAMPLES: traffic.data, WEIGHTS: traffic.tensor, LAYERS: traffic.pipeline.get(at, 0.0)}
-                    crossing[role] += sent.get(role, 0.0)  # messages of context parallelism are not counted yet
-    return sum(crossing.values()), crossing[WEIGHTS]
+
+    def crossing(ring: Sequence[int], sent: Sequence[float]) -> float:
+        following = zip(ring, [*ring[1:], ring[0]], sent, strict=True)
+        return sum(num_bytes for rank, after, num_bytes in following if nodes[rank] != nodes[after])
+
+    total = of_sums = 0.0  # messages of context parallelism are not counted yet
+    for ring in _rings(sizes, rank_order, LAYERS):
+        total += crossing(ring, [traffic.pipeline.get(at, 0.0) for at in range(len(ring))])
+    for ring in _rings(sizes, rank_order, WEIGHTS):
+        of_sums += crossing(ring, [traffic.tensor] * len(ring))
+    for ring in _rings(sizes, rank_order, SAMPLES):
+        size = traffic.zero_size or len(ring)
+        for first in range(0, len(ring), size):
+            total += crossing(ring[first : first + size], [traffic.data] * size)
+        for first in range(size):
+            total += crossing(ring[first::size], [traffic.rows] * (len(ring) // size))
+    return total + of_sums, of_sums
 
 
 def _rings(sizes: Sizes, rank_order: str, role: Role) -> list[list[int]]:
@@ -191,12 +205,16 @@ class TrafficWatch:
         collectives, last = read_bytes(self._last)
         if last == self._last:
             return None
-        data, tensor = (
-            (group.size() - 1) / group.size() * collectives.get(group.group_name, 0.0)
-            for group in (self._mesh.data_group, self._mesh.tensor_group)
-        )
+
+        def in_ring(group: dist.ProcessGroup) -> float:
+            return (group.size() - 1) / group.size() * collectives.get(group.group_name, 0.0)
+
+        mesh = self._mesh
         sent = {link: sent - self._before.get(link, 0) for link, sent in self._sent().items()}
-        return self._mesh.pipeline_rank, Traffic(data, tensor, sent)
+        traffic = Traffic(in_ring(mesh.zero.group), in_ring(mesh.tensor_group), sent)
+        if mesh.zero.size < mesh.num_replicas:
+            traffic = replace(traffic, rows=in_ring(mesh.zero.rows_group), zero_size=mesh.zero.size)
+        return mesh.pipeline_rank, traffic
 
 
 def most_traffic(found: Sequence[tuple[int, Traffic]]) -> Traffic:
@@ -213,4 +231,5 @@ def most_traffic(found: Sequence[tuple[int, Traffic]]) -> Traffic:
     for (_, link), sent in of_ranks.items():
         pipeline[link] = pipeline.get(link, 0.0) + sent
     traffics = [traffic for _, traffic in found]
-    return Traffic(max(each.data for each in traffics), max(each.tensor for each in traffics), pipeline)
+    data, tensor, rows = (max(getattr(each, name) for each in traffics) for name in ("data", "tensor", "rows"))
+    return Traffic(data, tensor, pipeline, rows, traffics[0].zero_size)

@@ -198,7 +198,7 @@ class DesyncDetector:
             # Tensor-parallel ranks compute equal values, but not always to the last bit.
             coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.sizes.tensor > 1 else ()
             kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
-            coordinates = (*coordinates, "replica", mesh.data_rank) if is_shard(parameter) else coordinates
+            coordinates = (*coordinates, "shard", mesh.zero.rank) if is_shard(parameter) else coordinates
             found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))
         if not found:
             return {}

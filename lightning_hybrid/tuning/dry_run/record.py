@@ -38,7 +38,7 @@ class HeldBy(NamedTuple):
     Attributes:
         pipeline: The number of pipeline ranks.
         num_chunks: The number of chunks of a rank, which are its stages.
-        data: The number of replicas.
+        num_shards: The number of replicas over which ZeRO shards a parameter.
         zero_stage: The ZeRO stage.
         num_microbatches: 1, or 2 for any larger number.
         master_weights: True if master weights are included.
@@ -46,7 +46,7 @@ class HeldBy(NamedTuple):
 
     pipeline: int
     num_chunks: int
-    data: int
+    num_shards: int
     zero_stage: int
     num_microbatches: int
     master_weights: bool
@@ -122,5 +122,5 @@ class Record:
             layout: The layout.
             master_weights: True if master weights are included.
         """
-        sizes = layout.pipeline, layout.num_chunks, layout.data
+        sizes = layout.pipeline, layout.num_chunks, layout.num_shards
         return self.usages[HeldBy(*sizes, layout.zero_stage, min(layout.num_microbatches, 2), master_weights)]

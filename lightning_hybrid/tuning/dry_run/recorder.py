@@ -271,12 +271,13 @@ class Recorder(DryRunStrategy):
             body = cut.body if cut.stage_map.body is not None else None
             layers = (layouts.find_own_layers(module, body, cut.stage_map, rank) for rank in range(pipeline))
             held = [estimator.held(cut.stage_map, each, rank) for rank, each in enumerate(layers)]
-            replicas = divisors(self.sizes.data // pipeline) if only is None else [only.data]
-            for data, (zero, master), number in product(replicas, options, (1, 2)):
-                by = HeldBy(pipeline, chunks, data, zero, number, master)
-                of_layout = config.changed({"num_microbatches": number, "zero_stage": zero, "master_weights": master})
+            numbers_of_shards = divisors(self.sizes.data // pipeline) if only is None else {1, only.num_shards}
+            for shards, (zero, master), number in product(numbers_of_shards, options, (1, 2)):
+                by = HeldBy(pipeline, chunks, shards, zero, number, master)
+                changes = {"zero_stage": zero, "zero_size": None, "master_weights": master}
+                of_layout = config.changed({"num_microbatches": number, **changes})
                 backwards = number * module.trainer.accumulate_grad_batches
-                numbers = {"num_replicas": data, "num_backwards": backwards}
+                numbers = {"num_replicas": shards, "num_backwards": backwards}
                 yield by, tuple(estimator.usage(each, of_layout, **numbers) for each in held)
 
 

@@ -1,0 +1,78 @@
+"""The groups of ranks over which ZeRO shards parameters, and of ranks with equal shards.
+
+`Mesh` makes them. Without `zero_size`, ZeRO shards over all replicas, and a mesh has these groups for other uses too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.distributed.process_group import GroupRef
+
+
+class ZeroGroups:
+    """The groups of this rank for parameters that replicas shard.
+
+    ZeRO shards over `size` consecutive replicas. The *zero group* of a rank has the other shards of its parameters. Its
+    *rows group* has equal shards, which must have equal gradients. With 4 replicas of 2 context ranks and ``size=2``,
+    on rank 0::
+
+        data rank       0     1   |   2     3
+        rank           0 1   2 3  |  4 5   6 7
+        rows           a a   b b  |  a a   b b       zero group [0,2], rows group [0,1,4,5]
+
+    The constructor makes groups, so it is a collective of all ranks.
+
+    Args:
+        ranks: The global ranks, ``(pipeline, data, context, tensor)``.
+        size: The number of replicas over which ZeRO shards, a divisor of their number; ``None`` for all.
+        data_rank: The data rank of this rank.
+        make_group: Returns the group of this rank for ranks of the shape ``(groups, ranks per group)``; it takes the
+            backend as second argument.
+
+    Attributes:
+        size: The number of replicas over which ZeRO shards.
+        rank: The rank in the zero group.
+        rows_group_size: The number of ranks in the rows group.
+    """
+
+    def __init__(self, ranks: Tensor, size: int | None, data_rank: int, make_group: Callable[..., GroupRef]) -> None:
+        num_replicas, num_context = ranks.shape[1:3]
+        self.size = num_replicas if size is None else size
+        self.rank = data_rank % self.size
+        self.rows_group_size = num_replicas // self.size * num_context
+        by_shard = self.by_shard(ranks)
+        of_zero = by_shard.permute(0, 1, 3, 4, 2).flatten(0, 3)
+        self._group = make_group(of_zero)
+        self._control_group = make_group(of_zero, "gloo") if num_replicas > 1 else None
+        self._rows_group: GroupRef | None = None
+        if self.rows_group_size > 1:
+            self._rows_group = make_group(by_shard.permute(0, 2, 4, 1, 3).flatten(0, 2).flatten(1))
+
+    def by_shard(self, ranks: Tensor) -> Tensor:
+        """Return ranks of some stages with the dimensions ``(pipeline, zero group, rank in it, context, tensor)``.
+
+        Args:
+            ranks: The global ranks, ``(pipeline, data, context, tensor)``.
+        """
+        return ranks.reshape(ranks.shape[0], -1, self.size, *ranks.shape[2:])
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The zero group: the ranks over which ZeRO shards the parameters of this rank, one in each replica."""
+        return self._group()
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """The ranks of the zero group, over gloo; it exists only with several replicas."""
+        assert self._control_group is not None
+        return self._control_group()
+
+    @property
+    def rows_group(self) -> dist.ProcessGroup:
+        """The ranks with equal shards, in all zero groups and along the context axis, if there are several."""
+        assert self._rows_group is not None
+        return self._rows_group()
