@@ -737,10 +737,13 @@ def stuck(how: str) -> tuple[int | None, float, str]:
 @pytest.mark.rows(67)
 @pytest.mark.parametrize("how", ["failed", "finished"])
 def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: str) -> None:
-    """Where nothing else wakes a rank that waits in gloo while connections are open, its process ends."""
+    """Where nothing else wakes a rank that waits in gloo while connections are open, its process ends.
+
+    This takes 6 s, or a few more on a busy machine. The receive itself would time out after 30 minutes.
+    """
     code, seconds, text = ranks(2).run(stuck, how)[0]
     assert code == 1
-    assert seconds < QUICK + 3
+    assert seconds < 30
     assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run has ended on rank 1") in text
     assert "This rank exits now. It was at recv (distributed_c10d.py:" in text
 
