@@ -342,7 +342,7 @@ def _cuda_functions(seen: PretendedDevice, count: int) -> dict[str, Any]:
         "get_rng_state": lambda *args: generator.get_state(),
         "set_rng_state": lambda state, *args: generator.set_state(state),
         "get_rng_state_all": lambda: [generator.get_state()] * count,
-        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        "set_rng_state_all": lambda states: [generator.set_state(state) for state in states],
     }
 
 

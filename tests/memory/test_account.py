@@ -37,7 +37,7 @@ from lightning_hybrid.tuning.dry_run.dry_run import dry_run
 from tests.daily import daily
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
-from tests.test_examples import CONFIGS
+from tests.test_examples import CONFIGS, ROOT
 
 FIELDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 KIB = 2**10
@@ -233,7 +233,7 @@ def test_the_examples_hold_what_is_estimated(config: Path, capfd: pytest.Capture
     options = ["--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)]
     options += ["--trainer.callbacks+", json.dumps(meter)]
     command = [sys.executable, "-m", "lightning_hybrid", "fit", "--config", str(config), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=config.parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     measured = printed_usages(output)
