@@ -92,16 +92,21 @@ class KeptOutputs(Example):
         return loss + self.body[2].kept["output"].square().mean()
 
 
-class KeptOutputsOfList(KeptOutputs):
-    """The same with layers in a list."""
+class InList(Example):
+    """A variant of a class whose layers are in a list instead of a chain."""
 
     def build(self) -> None:
-        self.body = nn.ModuleList(KeepingOutput() for _ in range(self.layers))
+        super().build()
+        self.body = nn.ModuleList(self.body)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.body:
             x = layer(x)
         return x
+
+
+class KeptOutputsOfList(InList, KeptOutputs):
+    """The same with layers in a list."""
 
 
 class KeptInMiddle(KeptInLayers):
@@ -130,17 +135,8 @@ class ReadsLossFirst(KeptInLayers):
         return loss + sum(layer.penalty for layer in [*self.body][self.penalized])
 
 
-class ReadsLossFirstInList(ReadsLossFirst):
+class ReadsLossFirstInList(InList, ReadsLossFirst):
     """The same with layers in a list."""
-
-    def build(self) -> None:
-        super().build()
-        self.body = nn.ModuleList(self.body)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = layer(x)
-        return x
 
 
 class FailsInTrace(ReadsLossFirst):
@@ -211,17 +207,8 @@ class ReadsLossBeforeList(Example):
         return loss
 
 
-class ReadsLossBeforeListInList(ReadsLossBeforeList):
+class ReadsLossBeforeListInList(InList, ReadsLossBeforeList):
     """The same with layers in a list."""
-
-    def build(self) -> None:
-        super().build()
-        self.body = nn.ModuleList(self.body)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = layer(x)
-        return x
 
 
 class Record:
@@ -268,14 +255,8 @@ class RecordsUnused(ReadsLossBeforeObject):
         return loss
 
 
-class RecordsUnusedInList(RecordsUnused):
+class RecordsUnusedInList(InList, RecordsUnused):
     """The same with layers in a list."""
-
-    def build(self) -> None:
-        super().build()
-        self.body = nn.ModuleList(self.body)
-
-    forward = ReadsLossBeforeListInList.forward
 
 
 class PenalizesLast(ReadsLossFirst):

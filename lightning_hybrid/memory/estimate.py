@@ -145,13 +145,13 @@ class MemoryEstimator:
             )
         return self._described[id(parameter)]
 
-    def usage(self, held: HeldTensors, config: Settings, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
+    def usage(self, held: HeldTensors, config: Settings, *, num_shards: int, num_backwards: int) -> MemoryUsage:
         """Return an estimate of the bytes on a rank of the first replica. No other replica needs more.
 
         Args:
             held: The parameters and buffers of the rank, from :meth:`held`.
             config: The arguments of the strategy: its ZeRO stage, master weights, and when ZeRO frees parameters.
-            num_replicas: The data-parallel size.
+            num_shards: The number of replicas over which ZeRO shards; see :meth:`Settings.num_shards`.
             num_backwards: The number of backwards of a stage per optimizer step: microbatches times accumulated
                 batches.
 
@@ -159,7 +159,6 @@ class MemoryEstimator:
             The estimate, with ``None`` for the activations.
         """
         is_single = num_backwards == 1
-        num_shards = config.num_shards(num_replicas)
         key = id(held), num_shards, config.zero_stage, config.frees_early, config.master_weights, is_single
         if key not in self._counted:
             self._counted[key] = self._count(held, config, num_shards, single_backward=is_single)

@@ -268,7 +268,7 @@ class ModuleParallelizer:
         return estimator.usage(
             estimator.held(stage_map, self.own_layers(), self._mesh.pipeline_rank),
             settings,
-            num_replicas=self._mesh.num_replicas,
+            num_shards=settings.num_shards(self._mesh.num_replicas),
             num_backwards=settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
         )
 

@@ -159,7 +159,7 @@ class Cost:
         parts: Seconds of the rank with the most work, by kind of work, such as ``"computing"``. After a simulation,
             ``"bubble"`` is the time in which this rank waits.
         sent: The most bytes that a rank sends in a step, by axis: ``"tensor"``, ``"context"``, ``"pipeline"`` and
-            ``"data"``.
+            ``"data"``. The key ``"rows"`` has the part of ``"data"`` that is sent to ranks with equal ZeRO shards.
         seconds: Seconds of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
         samples: Samples of the optimizer step, of all replicas.

@@ -136,9 +136,8 @@ def layouts(
     step, and a value of each other argument. If the space does not restrict them, the values are: ``p``, ``2 p``,
     ``4 p``, ... microbatches, up to one for each sample of a replica; 1F1B and GPipe with one chunk on each rank, and
     interleaved 1F1B with two to four; each ZeRO stage if there are several replicas, over all replicas or over those of
-    a node; and every kind of recomputation.
-    With context parallelism, every kind of attention communication is tried. With tensor parallelism and without
-    context parallelism, every arrangement of the ranks is tried.
+    a node; and every kind of recomputation. With context parallelism, every kind of attention communication is tried.
+    With tensor parallelism and without context parallelism, every arrangement of the ranks is tried.
 
     Args:
         num_ranks: The number of ranks of the run.

@@ -309,7 +309,7 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
 
 
 def test_zero_shards_over_consecutive_replicas() -> None:
-    """Of 4 x 2 x 2 ranks (data, context, tensor): groups of two replicas, and the ranks with equal shards."""
+    """The mesh has 4 x 2 x 2 ranks (data, context, tensor). Two replicas shard, and four ranks have equal shards."""
     expected = {
         0: ([0, 4], [0, 2, 8, 10], 0),
         5: ([1, 5], [5, 7, 13, 15], 1),
@@ -328,7 +328,7 @@ def test_zero_shards_over_consecutive_replicas() -> None:
 
 
 def test_ranks_with_equal_shards_of_a_parameter_of_several_stages() -> None:
-    """Of 2 x 4 ranks, pipeline outermost: each of the two shards is on both stages, in two groups of replicas."""
+    """The mesh has 2 x 4 ranks (pipeline, data). Both stages of both groups of replicas hold each shard."""
     for rank, expected in {0: [0, 2, 4, 6], 7: [1, 3, 5, 7]}.items():
         with fake_world(rank, 8), fake_gloo():
             mesh = Mesh(Sizes(4, 1, 2), zero_size=2)

@@ -42,8 +42,8 @@ def planned_traffic(
     number, zero = config.num_microbatches, config.zero_stage
     options = number, config.schedule, chunks, zero, recompute
     mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
-    layout = Layout(sizes.data, tensor, pipeline, *options, (), sizes.context, config.context_parallel, *mode)
-    layout = replace(layout, zero_size=config.zero_size)
+    context = sizes.context, config.context_parallel
+    layout = Layout(sizes.data, tensor, pipeline, *options, (), *context, *mode, config.zero_size)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # the accumulation of batches is computed below
@@ -66,6 +66,4 @@ def planned_traffic(
         link = stage % pipeline
         # Each link sends activations, and gradients of the same size.
         links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output
-    if layout.num_shards in (1, layout.data):
-        return Traffic(sent["data"], sent["tensor"], links)
-    return Traffic(sent["data"] - sent["rows"], sent["tensor"], links, sent["rows"], layout.num_shards)
+    return Traffic(sent["data"] - sent["rows"], sent["tensor"], links, sent["rows"], layout.zero_size)

@@ -5,11 +5,10 @@
 Training steps and step programs also call it around forwards. Hooks on the modules gather each layer before it runs.
 Gradients are reduced to shards, and optimizers have states for shards only.
 
-The *replicas* are the data-parallel ranks, or groups of `zero_size` of them. Each has some *rows* of a sharded
-parameter, its *shard*. A step is *open*
-from :meth:`ZeroParameters.open` to :meth:`ZeroParameters.close`, while layers find unsharded parameters. The *root*
-group has the parameters that belong to no single layer. Methods that gather or reduce are collectives: all replicas
-must call them in the same order.
+The *replicas* are the data-parallel ranks that shard a parameter: all of them, or `zero_size`. Each has some *rows* of
+the parameter, its *shard*. A step is *open* from :meth:`ZeroParameters.open` to :meth:`ZeroParameters.close`, while
+layers find unsharded parameters. The *root* group has the parameters that belong to no single layer. Methods that
+gather or reduce are collectives: all replicas must call them in the same order.
 """
 
 from __future__ import annotations

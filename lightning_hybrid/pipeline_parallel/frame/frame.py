@@ -69,7 +69,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
-from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, HiddenAttributes
+from lightning_hybrid.pipeline_parallel.frame.unit_attributes import GENERATION, NOTHING_HIDDEN, HiddenAttributes
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -830,9 +830,10 @@ class FrameCut:
 
     def _hidden_attributes(self, plan: FramePlan, stage: int) -> HiddenAttributes:
         """Return a context in which the last stage cannot use attributes that lack tensors of other stages."""
-        kept = plan.graph.kept if plan.parts[stage].is_last else ()
+        if not plan.parts[stage].is_last or not plan.graph.kept:
+            return NOTHING_HIDDEN
         present = [unit for unit, at in self._stage_of.items() if at == stage]
-        return HiddenAttributes(kept, present, self._module, [unit for _, unit in self._units])
+        return HiddenAttributes(plan.graph.kept, present, self._module, [unit for _, unit in self._units])
 
     def run_in_lockstep(
         self,

@@ -21,7 +21,6 @@ does not take the fake tensors of a trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -116,7 +115,7 @@ class HiddenAttributes:
         units: Sequence[nn.Module],
     ) -> None:
         self._tables: list[tuple[dict[str, Any], str]] = []
-        self._stack = ExitStack()
+        self._values: list[Any] = []
         owners: dict[int | None, dict[str, Any]] = {}
         for each in attributes:
             if all(unit in present for unit in each.units):
@@ -129,14 +128,18 @@ class HiddenAttributes:
 
     def __enter__(self) -> Self:
         """Hide the attributes."""
+        self._values = [table.get(name, MISSING) for table, name in self._tables]
         for table, name in self._tables:
-            self._stack.callback(_show, table, name, table.get(name, MISSING))
             table[name] = _HIDDEN
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Show the attributes, with values that the step has assigned in the meantime."""
-        self._stack.close()
+        """Show the attributes, except attributes that the step has assigned or deleted in the meantime."""
+        for (table, name), value in zip(self._tables, self._values, strict=True):
+            if table.get(name) is _HIDDEN:
+                del table[name]
+                if value is not MISSING:
+                    table[name] = value
 
     def showing(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs units, with the attributes shown to them.
@@ -152,15 +155,6 @@ class HiddenAttributes:
             return run(*args, **kwargs)
         finally:
             self.__enter__()
-
-
-def _show(table: dict[str, Any], name: str, value: Any) -> None:
-    if table.get(name) is not _HIDDEN:  # the step has assigned or deleted it
-        return
-    if value is MISSING:
-        del table[name]
-    else:
-        table[name] = value
 
 
 def _owners_of(root: int | None, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, Any]:
@@ -193,3 +187,6 @@ class _Hidden(Tensor):
 
 
 _HIDDEN = torch.empty(0).as_subclass(_Hidden)
+
+#: The context for a step in which no attribute is hidden. It is one object, because each forward of a stage enters it.
+NOTHING_HIDDEN = HiddenAttributes((), (), nn.Module(), ())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -211,10 +211,9 @@ class TrafficWatch:
 
         mesh = self._mesh
         sent = {link: sent - self._before.get(link, 0) for link, sent in self._sent().items()}
-        traffic = Traffic(in_ring(mesh.zero.group), in_ring(mesh.tensor_group), sent)
-        if mesh.zero.size < mesh.num_replicas:
-            traffic = replace(traffic, rows=in_ring(mesh.zero.rows_group), zero_size=mesh.zero.size)
-        return mesh.pipeline_rank, traffic
+        rows = in_ring(mesh.zero.rows_group) if mesh.zero.rows_group_size > 1 else 0.0
+        of_groups = in_ring(mesh.zero.group), in_ring(mesh.tensor_group)
+        return mesh.pipeline_rank, Traffic(*of_groups, sent, rows, mesh.zero.size)
 
 
 def most_traffic(found: Sequence[tuple[int, Traffic]]) -> Traffic:

@@ -336,7 +336,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             usage = estimator.usage(
                 estimator.held(self._stage_map, layers, rank),
                 config,
-                num_replicas=data,
+                num_shards=config.num_shards(data),
                 num_backwards=len(microbatches) * self._num_accumulated(data),
             )
             peak = None if activations is None else activations.peak(schedule, rank)

@@ -273,11 +273,12 @@ class Recorder(DryRunStrategy):
             held = [estimator.held(cut.stage_map, each, rank) for rank, each in enumerate(layers)]
             numbers_of_shards = divisors(self.sizes.data // pipeline) if only is None else {1, only.num_shards}
             for shards, (zero, master), number in product(numbers_of_shards, options, (1, 2)):
+                if shards > 1 and not zero:
+                    continue
                 by = HeldBy(pipeline, chunks, shards, zero, number, master)
-                changes = {"zero_stage": zero, "zero_size": None, "master_weights": master}
-                of_layout = config.changed({"num_microbatches": number, **changes})
+                of_layout = config.changed({"num_microbatches": number, "zero_stage": zero, "master_weights": master})
                 backwards = number * module.trainer.accumulate_grad_batches
-                numbers = {"num_replicas": shards, "num_backwards": backwards}
+                numbers = {"num_shards": shards, "num_backwards": backwards}
                 yield by, tuple(estimator.usage(each, of_layout, **numbers) for each in held)
 
 
