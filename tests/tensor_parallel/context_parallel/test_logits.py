@@ -27,6 +27,9 @@ class Largest(TorchDispatchMode):  # type: ignore[misc]
 
     num_bytes = 0
 
+    def forget(self) -> None:
+        self.num_bytes = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in flatten(result)[0]:
@@ -63,10 +66,12 @@ def logits_of_a_fit(name: str, layout: dict[str, Any]) -> tuple[int, int]:
     with Largest() as alone:
         module.training_step(torch.stack(tokens[:SAMPLES]), 0).backward()
     module.zero_grad()
-    evaluates = "pipeline_parallel_size" not in layout  # there the first batch is compared, to see how it is divided
-    trainer = make_trainer(layout, limit_val_batches=int(evaluates), num_sanity_val_steps=0)
+    has_stages = "pipeline_parallel_size" in layout  # the first batch of a loader is compared with its microbatches
+    trainer = make_trainer(layout, limit_val_batches=int(not has_stages), num_sanity_val_steps=0)
     loaders = [DataLoader(tokens, SAMPLES) for _ in range(2)]  # type: ignore[arg-type]
     with Largest() as largest:
+        if has_stages:
+            module.on_train_batch_start = lambda batch, index: largest.forget()  # type: ignore[assignment]
         trainer.fit(module, *loaders)
     return alone.num_bytes, largest.num_bytes
 
