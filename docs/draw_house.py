@@ -25,6 +25,7 @@ SUBPACKAGES = (
     "trainer",
     "checkpoint",
     "memory",
+    "expert_parallel",
     "data_parallel",
     "tensor_parallel",
     "pipeline_parallel",

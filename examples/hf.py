@@ -1,4 +1,4 @@
-"""A GPT-2 trained on Python code: the unmodified class of transformers in an ordinary LightningModule.
+"""Language models trained on Python code: unmodified classes of transformers in an ordinary LightningModule.
 
 The training data comes from `examples.gpt`. From the root of the repository, run the example in one process or with a
 configuration::
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-__all__ = ["GPT2", "WritingGPT2"]
+__all__ = ["GPT2", "Mixtral", "WritingGPT2"]
 
 
 class GPT2(LightningModule):
@@ -35,16 +35,20 @@ class GPT2(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
+        self.model = self.make_model(vocabulary, length + 1, dim, depth, heads)
+
+    def make_model(self, vocabulary: int, length: int, dim: int, depth: int, heads: int) -> PreTrainedModel:
+        """Return the model of transformers. The arguments are the same as for the class."""
         config = GPT2Config(
             vocab_size=vocabulary,
-            n_positions=length + 1,
+            n_positions=length,
             n_embd=dim,
             n_layer=depth,
             n_head=heads,
             bos_token_id=None,
             eos_token_id=None,
         )
-        self.model = GPT2LMHeadModel(config)
+        return GPT2LMHeadModel(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the cross-entropy of the next token, in nats, which the model computes."""
@@ -77,6 +81,28 @@ class WritingGPT2(GPT2):
         texts = self.model.generate(begin, attention_mask=torch.ones_like(begin), **options)
         is_written = texts[:, -self.written :] == end
         self.log("val_written", is_written.float().mean(), prog_bar=True, sync_dist=True)
+
+
+class Mixtral(GPT2):
+    """A Mixtral with 4 experts in each layer, of which a router selects 2 for each token.
+
+    The arguments are the same as for `GPT2`.
+    """
+
+    def make_model(self, vocabulary: int, length: int, dim: int, depth: int, heads: int) -> PreTrainedModel:
+        """Return the model of transformers. The arguments are the same as for the class."""
+        config = MixtralConfig(
+            vocab_size=vocabulary,
+            max_position_embeddings=length,
+            hidden_size=dim,
+            intermediate_size=2 * dim,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+        return MixtralForCausalLM(config)
 
 
 if __name__ == "__main__":

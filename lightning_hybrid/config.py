@@ -412,6 +412,7 @@ class HybridConfig:
     global_batch_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
     zero_size: int | None = None
+    expert_parallel_size: int = 1
     recompute: bool | int | float | str | list[int] | list[str] = field(
         default=False, metadata={"advice": ", such as True, 'selective' or 4"}
     )
@@ -435,6 +436,8 @@ class HybridConfig:
         check_duration("timeout", self.timeout)
         if self.zero_size is not None and self.zero_size < 2:
             raise ValueError(f"zero_size must be at least 2, got {self.zero_size}. [LH103]")
+        if self.expert_parallel_size < 1:
+            raise ValueError(f"expert_parallel_size must be at least 1, got {self.expert_parallel_size}. [LH103]")
 
     def changed(self: _Config, arguments: Mapping[str, Any]) -> _Config:
         """Return a copy with other values.
@@ -557,6 +560,11 @@ class Settings(HybridConfig):
     def num_shards(self, num_replicas: int) -> int:
         """Return the number of replicas over which ZeRO shards a parameter; 1 if ZeRO is not used."""
         return (self.zero_size or num_replicas) if self.zero_stage else 1
+
+    @property
+    def shards_over_replicas(self) -> bool:
+        """True if replicas hold different parts of the parameters: with ZeRO and with expert parallelism."""
+        return self.zero_stage > 0 or self.expert_parallel_size > 1
 
     @property
     def shares_casts(self) -> bool:

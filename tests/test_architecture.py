@@ -16,7 +16,7 @@ from tests import private_names
 PACKAGE = "lightning_hybrid"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-MOST_FOLDERS, MOST_FILES = 11, 7  # at the top
+MOST_FOLDERS, MOST_FILES = 12, 7  # at the top
 FILES_IN_A_FOLDER = 12
 
 # Reasons to look, no walls: what is longer has been looked at, and says why here.

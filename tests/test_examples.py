@@ -21,6 +21,8 @@ from examples.data import CIFAR10, CIFAR10_FILES, Augment, Digits, read_cifar10
 from examples.gpt import GPT, Sources
 from examples.resnet import ResNet, resnet
 from examples.vit import DropPath, ViT
+from tests.pool import Pools
+from tests.training_jobs import Losses, make_trainer
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "lightning_hybrid" / "cli" / "demo" / "vit.yaml"]
@@ -261,6 +263,25 @@ def test_config_names_arguments_that_exist(path: Path) -> None:
         module, _, name = config[part]["class_path"].rpartition(".")
         getattr(importlib.import_module(module), name)(**config[part].get("init_args", {}))
     assert config["trainer"]["strategy"]["class_path"] == "lightning_hybrid.HybridStrategy"
+
+
+def _losses_of_mixtral() -> list[float]:
+    """The first and the last loss of the Mixtral, whose experts two replicas divide."""
+    from examples.hf import Mixtral
+
+    torch.manual_seed(0)
+    module, data = Mixtral(length=16, dim=32, depth=2), Sources(batch_size=8, length=16, num_bytes=20_000)
+    losses = Losses()
+    layout = {"data_parallel_size": 2, "expert_parallel_size": 2}
+    make_trainer(layout, max_steps=40, limit_val_batches=0, callbacks=[losses]).fit(module, data)
+    return [losses.values[0], losses.values[-1]]
+
+
+@pytest.mark.distributed
+def test_a_mixtral_learns_on_two_ranks(ranks: Pools) -> None:
+    pytest.importorskip("transformers")
+    for first, last in ranks(2, lightning=True).run(_losses_of_mixtral):
+        assert last < 0.75 * first
 
 
 def test_sources_are_the_standard_library_byte_by_byte() -> None:

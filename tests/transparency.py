@@ -44,6 +44,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from tests.devices import devices_of
 from tests.zoo import basic as zoo
 from tests.zoo import context as context_zoo
+from tests.zoo import experts as expert_zoo
 from tests.zoo import frame as frame_zoo
 from tests.zoo import hugging_face as hf_zoo
 from tests.zoo import public as public_zoo
@@ -97,6 +98,7 @@ class Layout:
     partition: str = "uniform"
     zero: int = 0
     zero_size: int | None = None
+    experts: int = 1
     reshards: bool | str = "auto"
     recompute: bool | str = False
     context: int = 1
@@ -504,6 +506,46 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+#: Modules with experts that replicas divide, and layouts with replicas that divide them.
+EXPERT_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("sparse", expert_zoo.SparseLayers),
+        Subject("sparse_accumulated", expert_zoo.SparseLayers, trainer={"accumulate_grad_batches": 2}),
+        Subject("sparse_clipped", expert_zoo.FirstChoice, trainer={"gradient_clip_val": 0.1}),
+        Subject("sparse_recomputed", expert_zoo.SparseLayers, strategy={"recompute": True}),
+        Subject("one_sided", expert_zoo.OneSided),
+        Subject("frozen_experts", expert_zoo.FrozenExperts),
+        Subject("sparse_words", expert_zoo.SparseWords, trainer={"gradient_clip_val": 0.1}),
+    ]
+)
+
+EXPERT_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("ep2", data=2, experts=2),
+        Layout("ep2_m3", data=2, microbatches=3, experts=2),
+        Layout("ep4", data=4, experts=4),
+        Layout("ep2_of4", data=4, experts=2),
+        *(Layout(f"ep2_zero{stage}", data=2, experts=2, zero=stage) for stage in (1, 2, 3)),
+        Layout("ep2_zero3_early", data=2, experts=2, zero=3, reshards=True),
+        Layout("ep2_of4_zero2", data=4, experts=2, zero=2),
+        Layout("ep2_of4_zero3_of2", data=4, experts=2, zero=3, zero_size=2),
+        Layout("ep4_zero1_of2", data=4, experts=4, zero=1, zero_size=2),
+        Layout("ep2_pp2", pipeline=2, data=2, microbatches=4, experts=2),
+        Layout("ep2_pp2_outer", pipeline=2, data=2, microbatches=3, experts=2, rank_order="dp-pp-tp"),
+        Layout("ep2_pp2_chunks2", pipeline=2, data=2, chunks=2, microbatches=4, experts=2),
+        Layout("ep2_pp2_zero1", pipeline=2, data=2, microbatches=4, experts=2, zero=1),
+        Layout("ep2_pp2_zero3", pipeline=2, data=2, microbatches=4, experts=2, zero=3),
+        Layout("ep2_pp2_zero3_early", pipeline=2, data=2, microbatches=2, experts=2, zero=3, reshards=True),
+        Layout("ep2_tp2", tensor=2, data=2, experts=2),
+        Layout("ep2_tp2_zero2", tensor=2, data=2, experts=2, zero=2),
+        Layout("ep2_cp2", context=2, data=2, experts=2),
+        Layout("ep2_cp2_ring_zero1", context=2, context_kind="ring", data=2, experts=2, zero=1),
+        Layout("ep2_pp2_tp2", pipeline=2, tensor=2, data=2, microbatches=2, experts=2),
+        Layout("ep2_pp2_of4", pipeline=2, data=4, microbatches=2, experts=2),
+    ]
+)
+
+
 def _without_cache(name: str) -> type[zoo.Example]:
     """A model of transformers whose layers can run again."""
     module = hf_zoo.in_float64(hf_zoo.MODULES[name])
@@ -584,6 +626,7 @@ _SUBJECTS: dict[str, Subject] = _together(
     TENSOR_SUBJECTS,
     FRAME_SUBJECTS,
     TENSOR_FRAME_SUBJECTS,
+    EXPERT_SUBJECTS,
     DRAWING_SUBJECTS,
     HF_SUBJECTS,
     HF_SHARED,
@@ -595,6 +638,7 @@ _SUBJECTS: dict[str, Subject] = _together(
 _LAYOUTS: dict[str, Layout] = _together(
     LAYOUTS,
     ZERO_LAYOUTS,
+    EXPERT_LAYOUTS,
     TENSOR_LAYOUTS,
     GRID_LAYOUTS,
     FRAME_LAYOUTS,
@@ -751,6 +795,7 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
         "partition": layout.partition,
         "zero_stage": layout.zero,
         "zero_size": layout.zero_size,
+        "expert_parallel_size": layout.experts,
         "tuning": Tuning(reshard_after_forward=layout.reshards),
         "recompute": layout.recompute,
         "context_parallel_size": layout.context,

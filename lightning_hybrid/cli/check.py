@@ -45,6 +45,7 @@ _IRRELEVANT: dict[str, Any] = {
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
 _ONE_DIMENSION = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
 _WITHOUT_ZERO = {"zero_stage": 0, "zero_size": None}
+_WITHOUT_EXPERTS = {"expert_parallel_size": 1}
 _WITHOUT_TENSOR_PARALLEL = {"tensor_parallel_size": 1, "sequence_parallel": False, **_ONE_DIMENSION}
 _MOST_SHOWN = 5
 
@@ -275,7 +276,8 @@ class _Check:
 
     def with_same_draws(self, result: CheckResult) -> CheckResult:
         """Return a new result, compared with replicas that each run the same microbatches and seeds in one process."""
-        layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, **_WITHOUT_ZERO, "recompute": False}
+        without = {**_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, **_WITHOUT_ZERO, **_WITHOUT_EXPERTS}
+        layout = {**self.layout, **without, "recompute": False}
         if all(self.layout.get(name, value) == value for name, value in layout.items()):
             return result
         text = "one process with the same microbatches and seeds"
@@ -497,7 +499,8 @@ class _Check:
             **{axis.argument: {axis.argument: 1} for axis in AXES if axis.is_optional},
             "zero_stage": _WITHOUT_ZERO,
             "pipeline_parallel_size": _WITHOUT_STAGES,
-            "data_parallel_size": {"data_parallel_size": 1, "zero_size": None},
+            "expert_parallel_size": _WITHOUT_EXPERTS,
+            "data_parallel_size": {"data_parallel_size": 1, "zero_size": None, **_WITHOUT_EXPERTS},
         }
         used = {name: change for name, change in changes.items() if self.layout.get(name, change[name]) != change[name]}
         return [(f"{name}={change[name]}", change) for name, change in used.items()]

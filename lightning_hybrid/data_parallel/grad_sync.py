@@ -31,7 +31,7 @@ from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
-from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import (
     is_tensor_parallel,
@@ -59,7 +59,8 @@ class GradientSync:
     shard has the same place, but each replica receives its rows of the gradient. These gradients are first reduced over
     the replicas that shard it, with ZeRO stages 2 and 3 after each backward of a stage. Rows that several stages hold
     are then summed over these stages, and averaged over the context-parallel ranks and over other replicas with these
-    rows (`zero_size`).
+    rows (`zero_size`). Gradients of experts are complete on the rank that has them, see `ZeroParameters`, and are
+    averaged over the ranks with the same experts.
 
     Every rank of the world must construct this object with the same module (apart from placeholders) and stages,
     because the constructor makes process groups. It also adds hooks to parameters, and may replace batch norms, until
@@ -170,12 +171,12 @@ class GradientSync:
             of_stages = [location for location in unshared if len(location.stages) > 1]
             self._after_backward += self._averaged(of_stages, data_group)
         if self._mesh.zero.rows_group_size > 1:
-            rows = [location.tensor for location in unshared if is_shard(location.tensor)]
+            rows = [location.tensor for location in unshared if _is_reduced_in_parts(location.tensor)]
             self._over_holders += self._summed(rows, self._mesh.zero.rows_group, averages=True)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
-            shards = [location.tensor for location in shared if is_shard(location.tensor)]
+            shards = [location.tensor for location in shared if _is_reduced_in_parts(location.tensor)]
             mask_group = self._mask_groups.get((ranks, True))
             self._over_holders += self._summed(shards, self._group(ranks, of_rows=True), mask_group, averages=True)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
@@ -205,14 +206,14 @@ class GradientSync:
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
         has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
         among_replicas = self._mesh.zero.control_group if has_mask else None
-        made = self.zero.gradient_buckets(stage, parameters, self._mesh.zero.group, among_replicas)
+        made = self.zero.gradient_buckets(stage, parameters, among_replicas)
         if stage is not None and self.zero.reduces_each_backward:
             self._each_backward |= set(map(id, made))
         unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
         if unsharded:
             # Replicas that use different layers would start these at different times, so they start after the ordered
             # collectives.
-            overlap = stage is not None and not made
+            overlap = stage is not None and not any(map(_is_reduced_in_parts, parameters))
             mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.gradient_group_size
             made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
         return made
@@ -368,9 +369,12 @@ class GradientSync:
         if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
             broadcast_tensors(unshared, self._mesh.gradient_group)
+        of_rank = [each.tensor for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
         if self._mesh.zero.rows_group_size > 1:
-            rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
-            broadcast_tensors(rows, self._mesh.zero.rows_group)
+            broadcast_tensors([to_local(each) for each in of_rank if is_gathered(each)], self._mesh.zero.rows_group)
+        if self._mesh.experts.rows_group_size > 1:
+            experts = [to_local(each) for each in of_rank if not is_gathered(each)]
+            broadcast_tensors(experts, self._mesh.experts.rows_group)
         for ranks in self._shared_by:
             shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
             broadcast_tensors(shared, self._group(ranks))
@@ -417,6 +421,11 @@ class GradientSync:
         for undo in self._undo:
             undo()
         self.release_parameters()
+
+
+def _is_reduced_in_parts(parameter: Tensor) -> bool:
+    """Return True if the gradient of a shard is reduced over its group first, and then over its rows group."""
+    return isinstance(parameter, nn.Parameter) and is_shard(parameter) and is_gathered(parameter)
 
 
 class Rest(NamedTuple):

@@ -8,11 +8,8 @@ pair of stages, and messages whose receives stay posted.
 
 from __future__ import annotations
 
-import gc
-import os
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,75 +25,14 @@ from lightning_hybrid.distributed.messages.host_messages import HostMessages, co
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
-from lightning_hybrid.distributed.zero_groups import ZeroGroups
-from lightning_hybrid.torch_internals import clear_dtensor_cache, forget_mesh_groups
+from lightning_hybrid.distributed.shard_groups import ShardGroups
+from lightning_hybrid.distributed.world_cache import WORLD_CACHE
 
 #: The tags of messages between two stages over the control group.
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
 
 #: The names of the broadcasts over the control group. Each rank may be a source, and each source has its own tags.
 _BROADCASTS = "batches", "results", "signals", "layers"
-
-
-class _WorldCache:
-    """A cache of the meshes, process groups and messages of the current world, for the next mesh of the same shape.
-
-    The garbage collector frees a Trainer at any time, possibly in a `DataLoader` worker that was forked from this
-    process. The threads of process groups do not exist in the worker, so freeing a group would crash or block the
-    worker. References in this cache prevent that. When the cache drops its entries, it collects garbage at once, in
-    this process. The copy of the cache in a forked process never drops its entries.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, Any] = {}
-        self._of_parent: list[dict[Hashable, Any]] = []
-        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
-
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the entry of a key; the first request makes it.
-
-        Every rank must request the same keys in the same order.
-
-        Args:
-            key: The key.
-            make: Makes the entry.
-        """
-        world = dist.group.WORLD
-        assert world is not None
-        if self._world() is not world:
-            if self._entries or self._of_parent:  # collecting garbage takes several tenths of a second
-                self.clear()
-                # torch caches how the results of operations on DTensors are sharded. Entries refer to the mesh of the
-                # first call, whose groups are destroyed, but an equal mesh of the new world would get the entries. The
-                # names of the groups may now belong to other groups.
-                clear_dtensor_cache()
-                gc.collect()
-            self._world = weakref.ref(world)
-        if key not in self._entries:
-            self._entries[key] = make()
-        return self._entries[key]
-
-    def leave_to_parent(self) -> None:
-        """Keep the entries forever in a forked process.
-
-        Freeing a group would wait for its threads, which do not exist in this process.
-        """
-        if self._entries:
-            self._of_parent.append(self._entries)
-            self._entries = {}
-
-    def clear(self) -> None:
-        """Drop all entries, and the groups to which meshes and pending messages refer."""
-        for entry in self._entries.values():
-            if isinstance(entry, DeviceMesh):
-                forget_mesh_groups(entry)
-            if isinstance(entry, PostedBroadcast | HostMessages):
-                entry.abandon()
-        self._entries.clear()
-
-
-_WORLD_CACHE = _WorldCache()
-os.register_at_fork(after_in_child=_WORLD_CACHE.leave_to_parent)
 
 
 class Mesh:
@@ -134,12 +70,16 @@ class Mesh:
         hosts: The host of each rank; empty if it is not known.
         writes_together: If True, make a separate group for files that all ranks write together in the background.
         arrangement: The arrangement of the tensor-parallel ranks; by default a line.
+        zero_size: The number of replicas over which ZeRO shards; ``None`` for all.
+        expert_parallel_size: The number of replicas over which experts are sharded.
 
     Attributes:
         sizes: The number of ranks along each axis.
         hosts: The host of each rank.
         arrangement: The arrangement of the tensor-parallel ranks.
         num_replicas: The number of model groups.
+        zero: The groups for parameters that ZeRO shards.
+        experts: The groups for the parameters of experts; the same object as `zero` if experts are not sharded.
         pipeline_rank, data_rank, context_rank, tensor_rank: The coordinates of this rank. Each is 0 if its role has
             size 1.
         host_messages: The messages of the host between the ranks of the control group.
@@ -158,6 +98,7 @@ class Mesh:
         writes_together: bool = False,
         arrangement: Arrangement | None = None,
         zero_size: int | None = None,
+        expert_parallel_size: int = 1,
     ) -> None:
         self.sizes, self.num_replicas, self.hosts = sizes, sizes.num_replicas, list(hosts)
         self.arrangement = line(sizes.tensor) if arrangement is None else arrangement
@@ -185,7 +126,10 @@ class Mesh:
         if sizes.context > 1:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
-        self.zero = ZeroGroups(self._ranks, zero_size, self.data_rank, self._group)
+        place = self._ranks, self.data_rank, self._group
+        self.zero = self.experts = ShardGroups(*place, size=zero_size)
+        if expert_parallel_size > 1:
+            self.experts = ShardGroups(*place, size=expert_parallel_size, has_rows_group=True)
         of_axes: dict[str, GroupRef] = {}
         for axis in reversed(by_role):  # groups over stages last, as only torch's mesh has them
             ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
@@ -217,7 +161,7 @@ class Mesh:
     def abandon(self) -> None:
         """After a failure, drop messages and torch's mesh, because they keep connections open."""
         self._device_mesh = None
-        _WORLD_CACHE.clear()
+        WORLD_CACHE.clear()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -285,7 +229,7 @@ class Mesh:
         group, before = self.control_group, 1 + max(STAGE_TAGS.values()) + len(_BROADCASTS) * source
         tag = before + _BROADCASTS.index(name)
         ranks = tuple(dist.get_process_group_ranks(group))
-        messages: PostedBroadcast = _WORLD_CACHE.get(
+        messages: PostedBroadcast = WORLD_CACHE.get(
             (ranks, tag, self._timeout), lambda: PostedBroadcast(self.host_messages, source, tag, name)
         )
         if messages not in self.broadcasts:
@@ -304,7 +248,7 @@ class Mesh:
             pin_memory: The argument of :class:`TreeBroadcast`. The first request for a name, source and device decides.
         """
         messages = self.posted_broadcast(name, source)
-        trees: TreeBroadcast = _WORLD_CACHE.get(
+        trees: TreeBroadcast = WORLD_CACHE.get(
             (id(messages), device), lambda: TreeBroadcast(messages, self.model_group, device, pin_memory=pin_memory)
         )
         return trees
@@ -334,20 +278,22 @@ class Mesh:
         ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
         return _make_device_mesh(axes, ranks, self.device_mesh.device_type)
 
-    @property
-    def zero_mesh(self) -> DeviceMesh:
-        """The mesh over which ZeRO shards parameters: the tensor-parallel axes, if any, and innermost the zero group.
+    def shard_mesh(self, groups: ShardGroups) -> DeviceMesh:
+        """Return the mesh for parameters that replicas shard: the tensor-parallel axes, if any, and the replicas.
 
-        With this order, the replicas split the rows of a rank's tensor-parallel shard.
+        The replicas are the innermost axis, so they split the rows of a rank's tensor-parallel shard.
+
+        Args:
+            groups: :attr:`zero` or :attr:`experts`.
         """
         axes = self._tensor_axes() if self.sizes.tensor > 1 else {}
-        if not axes and self.zero.size == self.sizes.along(DATA) == self.num_replicas:
+        if not axes and groups.size == self.sizes.along(DATA) == self.num_replicas:
             return self.device_mesh[DATA.name]
         shape = [group.size() for group in axes.values()]
-        first = self.data_rank - self.zero.rank
-        replicas = self._ranks[self.pipeline_rank, first : first + self.zero.size, self.context_rank]
-        ranks = replicas.T.reshape(*shape, self.zero.size)
-        return _make_device_mesh({**axes, DATA.name: self.zero.group}, ranks, self.device_mesh.device_type)
+        first = self.data_rank - groups.rank
+        replicas = self._ranks[self.pipeline_rank, first : first + groups.size, self.context_rank]
+        ranks = replicas.T.reshape(*shape, groups.size)
+        return _make_device_mesh({**axes, DATA.name: groups.group}, ranks, self.device_mesh.device_type)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of the axes over which layers are sharded, by name."""
@@ -358,7 +304,7 @@ class Mesh:
         ranks = dist.get_process_group_ranks(group)
         own = self.hosts[dist.get_rank()] if self.hosts else ""
         local = [index for index, rank in enumerate(ranks) if not self.hosts or self.hosts[rank] == own]
-        messages: HostMessages = _WORLD_CACHE.get(
+        messages: HostMessages = WORLD_CACHE.get(
             ("host messages", tuple(ranks), self._timeout),  # the parts of the key that the control group has too
             lambda: connect(group, local, self._timeout or default_pg_timeout),
         )
@@ -481,14 +427,14 @@ class Mesh:
             )
             return None if group is None else GroupRef(group)
 
-        reference: GroupRef | None = _WORLD_CACHE.get((request, self._requests[request]), make)
+        reference: GroupRef | None = WORLD_CACHE.get((request, self._requests[request]), make)
         return reference
 
 
 def _make_device_mesh(groups: Mapping[str, dist.ProcessGroup], ranks: Tensor, device_type: str) -> DeviceMesh:
     """Return torch's mesh of groups, by the names of their axes. An existing mesh of the same ranks is reused."""
     names, ranks = tuple(groups), ranks.contiguous()
-    mesh: DeviceMesh = _WORLD_CACHE.get(
+    mesh: DeviceMesh = WORLD_CACHE.get(
         (device_type, names, tuple(ranks.shape), tuple(ranks.flatten().tolist())),
         lambda: DeviceMesh.from_group(list(groups.values()), device_type, mesh=ranks, mesh_dim_names=names),
     )

@@ -94,6 +94,20 @@ def check_zero_size(zero_size: int | None, zero_stage: int, num_replicas: int) -
         )
 
 
+def check_expert_parallel_size(expert_parallel_size: int, num_replicas: int) -> None:
+    """Check that groups of `expert_parallel_size` replicas can share the experts.
+
+    Raises:
+        ValueError: If the number of replicas is not a multiple of `expert_parallel_size`.
+    """
+    if num_replicas % expert_parallel_size:
+        sizes = [size for size in range(1, num_replicas + 1) if num_replicas % size == 0]
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} does not divide the number of replicas, which is"
+            f" {num_replicas}. Set expert_parallel_size to one of {sizes}. [LH142]"
+        )
+
+
 def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:
     """Return the number of batches per replica in one optimizer step.
 

@@ -59,6 +59,11 @@ def is_own_hook(hook: Hook) -> bool:
     return _module_of(hook).startswith("lightning_hybrid.")
 
 
+def runs_in_traces(hook: Hook) -> bool:
+    """Return True if a trace calls a hook: a hook of the user, or a hook of this package that changes arguments."""
+    return not is_own_hook(hook) or getattr(hook, "runs_in_traces", False)
+
+
 def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
     """Return the taps of the modules inside a layer, without hooks on the layer itself or hooks of this package.
 

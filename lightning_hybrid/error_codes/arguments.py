@@ -195,4 +195,23 @@ ERRORS = {
         "Set `zero_stage` to 1, 2 or 3, and `zero_size` to a divisor of the number of replicas, or remove `zero_size`."
         " See [hybrid sharding](../concepts/data-parallel.md#hybrid-sharding).",
     ),
+    "LH142": Entry(
+        "The number of replicas is not a multiple of `expert_parallel_size`.",
+        "Set `expert_parallel_size` to a divisor of the number of replicas. See [expert"
+        " parallelism](../concepts/expert-parallel.md).",
+    ),
+    "LH143": Entry(
+        "`expert_parallel_size` shards experts over replicas, but the model has no module with experts that can be"
+        " sharded.",
+        "Write the experts in the [form that can be"
+        " sharded](../concepts/expert-parallel.md#which-modules-are-sharded), or remove `expert_parallel_size`.",
+    ),
+    "LH144": Entry(
+        "Each rank holds equally many experts of a layer, but their number is not divisible by `expert_parallel_size`.",
+        "Set `expert_parallel_size` to a divisor of the number of experts.",
+    ),
+    "LH145": Entry(
+        "With `expert_parallel_size`, a parameter of experts is used under several names.",
+        "Give each module experts of its own, or remove `expert_parallel_size`.",
+    ),
 }

@@ -121,4 +121,9 @@ ERRORS = {
         "Convert sparse tensors with `.to_dense()`, and replace objects that cannot be pickled with tensors or"
         " plain values.",
     ),
+    "LH727": Entry(
+        "With `expert_parallel_size`, `training_step` returned `None` for a microbatch. The other replicas wait for its"
+        " backward pass, because replicas exchange the gradients of tokens.",
+        "Return a loss for each microbatch, such as a loss multiplied by 0, or remove `expert_parallel_size`.",
+    ),
 }

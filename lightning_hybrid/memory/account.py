@@ -76,12 +76,14 @@ class LocalParameter:
         itemsize: The size in bytes of an element.
         grad_itemsize: The size in bytes of an element of its gradient; 0 if it has no gradient.
         layer: A key of the only layer that has the parameter; ``None`` if no layer or several layers have it.
+        is_expert: True if the rows are the experts of this rank. ZeRO does not shard them further.
     """
 
     shape: torch.Size
     itemsize: int
     grad_itemsize: int
     layer: Hashable = None
+    is_expert: bool = False
 
 
 def peak_parameter_bytes(
@@ -111,7 +113,8 @@ def peak_parameter_bytes(
     unsharded: dict[Hashable, int] = defaultdict(int)  # bytes by layer
     unsharded_grads: dict[Hashable, int] = defaultdict(int)  # bytes in addition to the shards of gradients
     for parameter in parameters:
-        rows = RowShards.of(parameter.shape, num_shards) if zero_stage else None
+        is_sharded = zero_stage > 0 and not parameter.is_expert
+        rows = RowShards.of(parameter.shape, num_shards) if is_sharded else None
         size = parameter.shape.numel()
         if rows is None:
             parameter_bytes += parameter.itemsize * size

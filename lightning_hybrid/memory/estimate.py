@@ -24,6 +24,7 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, unsharded_shape
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
+from lightning_hybrid.expert_parallel.experts import is_experts
 from lightning_hybrid.memory import account
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
@@ -43,6 +44,7 @@ class HeldParameter:
         layer: The number of the only layer of this rank that has the parameter; ``None`` if no layer or several layers
             have it.
         groups: The parameter groups that contain it, as (optimizer, group) numbers.
+        is_expert: True if each row belongs to an expert.
     """
 
     shape: torch.Size
@@ -51,6 +53,14 @@ class HeldParameter:
     grad_itemsize: int
     layer: int | None
     groups: tuple[tuple[int, int], ...]
+    is_expert: bool
+
+    def with_experts_of_rank(self, expert_parallel_size: int) -> HeldParameter:
+        """Return the parameter with the experts of one rank only, which is also its shard."""
+        if not self.is_expert or expert_parallel_size == 1 or self.shard is not None:
+            return self
+        shape = torch.Size((self.shape[0] // expert_parallel_size, *self.shape[1:]))
+        return replace(self, shape=shape, shard=shape)
 
     def shard_shape(self, num_shards: int) -> torch.Size:
         """Return the shape of the first replica's shard."""
@@ -89,6 +99,8 @@ class MemoryEstimator:
         self._optimizers = None if optimizers is None else list(optimizers)
         self._float32_gradients = float32_gradients
         self._owners = find_owners(module)
+        experts = (part for part in module.modules() if is_experts(part))
+        self._of_experts = {id(parameter) for part in experts for parameter in part.parameters(recurse=False)}
         self._groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for at, optimizer in enumerate(self._optimizers or ()):
             for number, group in enumerate(optimizer.param_groups):
@@ -142,6 +154,7 @@ class MemoryEstimator:
                 _grad_itemsize(parameter, self._float32_gradients),
                 None,
                 tuple(self._groups.get(id(parameter), ())),
+                id(parameter) in self._of_experts,
             )
         return self._described[id(parameter)]
 
@@ -159,21 +172,27 @@ class MemoryEstimator:
             The estimate, with ``None`` for the activations.
         """
         is_single = num_backwards == 1
-        key = id(held), num_shards, config.zero_stage, config.frees_early, config.master_weights, is_single
+        how = config.zero_stage, config.frees_early, config.master_weights, config.expert_parallel_size
+        key = id(held), num_shards, *how, is_single
         if key not in self._counted:
             self._counted[key] = self._count(held, config, num_shards, single_backward=is_single)
         return self._counted[key]
 
     def _count(self, held: HeldTensors, config: Settings, num_shards: int, *, single_backward: bool) -> MemoryUsage:
+        size = config.expert_parallel_size
+        of_rank = [p.with_experts_of_rank(size) for p in held.parameters]
         parameters, gradients = account.peak_parameter_bytes(
-            [account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer) for p in held.parameters],
+            [
+                account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer, p.is_expert and size > 1)
+                for p in of_rank
+            ],
             num_shards=num_shards,
             zero_stage=config.zero_stage,
             frees_early=config.frees_early,
             single_backward=single_backward,
         )
-        shapes = [p.shard_shape(num_shards) for p in held.parameters]
-        pairs = list(zip(held.parameters, shapes, strict=True))
+        shapes = [p.shard_shape(num_shards) for p in of_rank]
+        pairs = list(zip(of_rank, shapes, strict=True))
         if config.master_weights:  # during the optimizer step, their gradients are also in memory
             parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes)
             trained = sum(_MASTER_BYTES * shape.numel() for p, shape in pairs if p.grad_itemsize)

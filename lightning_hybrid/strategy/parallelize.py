@@ -28,12 +28,15 @@ from lightning_hybrid.checkpoint.parts import mark_parts
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.parameter_map import ParameterMap
-from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, take_places, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree, all_gather_values, check_equal
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.expert_parallel.dispatch import hook_experts
+from lightning_hybrid.expert_parallel.experts import experts_text, find_experts
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import MemoryEstimator
@@ -106,6 +109,7 @@ class ModuleParallelizer:
         self.source: Source | None = None
         self.shards: dict[str, nn.Parameter] = {}
         self.context_parallel: ContextParallel | None = None
+        self._experts: dict[str, nn.Module] = {}
 
     def __call__(self) -> None:
         """Put placeholders for parameters of other stages, and shard the remaining layers; only once.
@@ -120,12 +124,6 @@ class ModuleParallelizer:
             TypeError: If the body cannot be split; on every rank.
             FileNotFoundError, ValueError, RuntimeError: If weights cannot be read, or do not match; on every rank.
         """
-        if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
-            raise ValueError(
-                f"An earlier run sharded {type(self._module).__name__} over replicas (zero_stage), but this run has"
-                " zero_stage=0. After the earlier run, call `trainer.strategy.gather_module()` to gather the module."
-                " [LH318]"
-            )
         if self._settings.master_weights:
             self._module.float()  # so that loaded weights are not rounded
         lacks = lacks_values(self._module)
@@ -139,6 +137,8 @@ class ModuleParallelizer:
         if not self.is_done:
             # This comes before placeholders, because the plan depends on the parameters of all layers.
             self._plan_tensor_parallel()
+            self._find_experts()
+            self._check_shards()
             if self.num_stages > 1:
                 self._agree_on_tracing()
                 self._replace_with_placeholders()
@@ -152,8 +152,10 @@ class ModuleParallelizer:
                 self.source = None
             if self._settings.gather_module_on_teardown is True:
                 agree(lambda: check_gathering(self._module, self.plan))
-            if self._settings.zero_stage:
-                shard_module(self._module, self._mesh, self._device)
+            if self._settings.shards_over_replicas:
+                sharded = self._settings.zero_stage > 0
+                experts = self._experts.values()
+                shard_module(self._module, self._mesh, self._device, experts=experts, shards_others=sharded)
             if self._before is not None:
                 take_places(self._module, self._before.shards)
                 self._before = None
@@ -171,16 +173,19 @@ class ModuleParallelizer:
 
     def make_zero(self) -> ZeroParameters | NoZero:
         """Return the object that unshards parameters in steps; `NoZero` if they are not sharded over replicas."""
-        if not self._settings.zero_stage or self._mesh.num_replicas == 1:
+        if not self._settings.shards_over_replicas or self._mesh.num_replicas == 1:
             return NoZero()
-        return ZeroParameters(
+        zero = ZeroParameters(
             self._module,
             self.own_layers(),
-            self._mesh.zero.group,
+            self._mesh.zero,
+            self._mesh.experts,
             replica=self._mesh.data_rank,
             zero_stage=self._settings.zero_stage,
             reshard_after_forward=self._settings.frees_early,
         )
+        hook_experts(self._experts.values(), zero, GroupRef(self._mesh.experts.group))
+        return zero
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters with values on this rank, as the same objects as in the optimizers of the last run."""
@@ -316,6 +321,31 @@ class ModuleParallelizer:
                     " parallelism."
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
+
+    def _find_experts(self) -> None:
+        """Find the experts that replicas share. Every rank must call this."""
+        size = self._settings.expert_parallel_size
+        if size > 1:
+            self._experts = agree(lambda: find_experts(self._module, size))
+            rank_zero_info(experts_text(self._experts, size))
+
+    def _check_shards(self) -> None:
+        """Check that an earlier run has sharded parameters in the same way, if it has.
+
+        Raises:
+            ValueError: If it has sharded parameters over other replicas.
+        """
+        mesh, experts = self._mesh, set(self._experts.values())
+        for part in self._module.modules():
+            for parameter in filter(is_shard, part._parameters.values()):
+                size, is_expert = parameter.device_mesh.size(-1), part in experts  # type: ignore[union-attr]
+                needed = mesh.experts.size if is_expert else mesh.zero.size if self._settings.zero_stage else 1
+                if size != needed or is_gathered(parameter) == is_expert:  # type: ignore[arg-type]
+                    raise ValueError(
+                        f"An earlier run sharded {type(self._module).__name__} over {size} replicas (zero_stage,"
+                        f" zero_size or expert_parallel_size), but this run needs {needed} for {type(part).__name__}."
+                        " After the earlier run, call `trainer.strategy.gather_module()` to gather the module. [LH318]"
+                    )
 
     def _agree_on_tracing(self) -> None:
         """Agree on all ranks if steps are traced: not if a chain has tensor-parallel layers outside of it."""

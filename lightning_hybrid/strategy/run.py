@@ -144,6 +144,7 @@ class World:
         arrangement = arrange(config.tensor_parallel_mode, sizes.tensor, config.tensor_parallel_depth)
         axes |= {"arrangement": arrangement, "writes_together": config.save_distributed_checkpoint}
         axes |= {"zero_size": config.zero_size if config.zero_stage else None}
+        axes |= {"expert_parallel_size": config.expert_parallel_size}
         placement = find_placement(config, sizes.pipeline)
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
             self.mesh = Mesh(sizes, **axes, hosts=hosts)
@@ -168,7 +169,7 @@ class World:
             *given,
             share=config.broadcast_batches,
             fetch=fetch if selects else None,
-            predicts_alone=config.zero_stage == 0,
+            predicts_alone=not config.shards_over_replicas,
         )
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
@@ -179,7 +180,7 @@ class World:
             trainer: The Trainer. Its callbacks, data loading and signal handlers are changed.
         """
         self.loaders.attach(trainer)
-        if self.mesh.sizes.tensor > 1 or self.config.zero_stage:
+        if self.mesh.sizes.tensor > 1 or self.config.shards_over_replicas:
             self._mixed_operations.enter_context(mixed_operations())
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
@@ -310,7 +311,7 @@ class AttachedModule:
     def _is_divided(self) -> bool:
         mesh = self._world.mesh
         is_split = mesh.sizes.num_ranks > mesh.num_replicas
-        return self.parallelizer.is_done and (is_split or bool(self._world.config.zero_stage))
+        return self.parallelizer.is_done and (is_split or self._world.config.shards_over_replicas)
 
     def end_run(self, run: Run | None) -> None:
         """Gather the module after a run if `gather_module_on_teardown` requires it; otherwise mark it as sharded.

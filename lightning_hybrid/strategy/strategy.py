@@ -45,7 +45,7 @@ from lightning_hybrid.distributed.dtensor import moving
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
-from lightning_hybrid.distributed.sizes import check_zero_size, resolve_sizes
+from lightning_hybrid.distributed.sizes import check_expert_parallel_size, check_zero_size, resolve_sizes
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.error_codes.printing import print_once_per_node
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
@@ -154,6 +154,10 @@ class HybridStrategy(ReplicaCollectives):
         zero_size: Number of consecutive replicas over which ZeRO shards (hybrid sharding). Gradients are
             reduce-scattered within each group of this size, and then summed across the groups. If a group is on one
             node, ZeRO gathers and reduces parameters and gradients only within nodes. Default: all replicas.
+        expert_parallel_size: Number of consecutive replicas over which the experts of mixture-of-experts layers are
+            sharded. Each rank holds its share of the experts of a layer, and tokens are sent to the ranks that hold
+            their experts. The number must divide the number of replicas, and the number of experts. All other layers
+            stay as they are.
         recompute: Layers to which activation checkpointing is applied. The activations of these layers are not stored
             in the forward pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also
             selects every layer, but stores the results of matrix multiplications and attention. An int sets how many
@@ -395,6 +399,7 @@ class HybridStrategy(ReplicaCollectives):
             self.sizes = resolve_sizes(world_size, self.settings.requested_sizes)
             if "zero_stage" not in self.settings.searched:
                 check_zero_size(self.settings.zero_size, self.settings.zero_stage, self.sizes.num_replicas)
+            check_expert_parallel_size(self.settings.expert_parallel_size, self.sizes.num_replicas)
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes.pipeline))
 
@@ -756,13 +761,13 @@ class HybridStrategy(ReplicaCollectives):
         self._precision_plugin = plugin
 
     def _owners(self) -> dist.ProcessGroup | None:
-        """Return the ranks that together own the parameters: all ranks with ZeRO, otherwise the model group.
+        """Return the ranks that together own the parameters: the model group, or all ranks if replicas share them.
 
         The model group consists of the ranks that hold one replica. ``None`` before the process groups exist.
         """
         if self._world is None:
             return None
-        return dist.group.WORLD if self.settings.zero_stage else self.mesh.model_group
+        return dist.group.WORLD if self.settings.shards_over_replicas else self.mesh.model_group
 
     @property
     def _shares_model(self) -> bool:
@@ -828,7 +833,7 @@ class HybridStrategy(ReplicaCollectives):
         if self.settings.faults.on_nonfinite == "ignore":
             is_first = partial(self.world.failures.is_first_to, "nonfinite gradients")
             return NonfiniteWarning(self._module, self.mesh.pipeline_rank, is_first)
-        group = self.mesh.decision_group if self.settings.zero_stage else self.mesh.control_group
+        group = self.mesh.decision_group if self.settings.shards_over_replicas else self.mesh.control_group
         return NonfiniteGuard(
             self.settings.faults.on_nonfinite,
             self._module,

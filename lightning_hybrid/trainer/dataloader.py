@@ -40,9 +40,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch, LeafReaders
-from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, broadcast_object
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, broadcast_object, contiguous
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.distributed.pytree import encode, flatten, unflatten
+from lightning_hybrid.distributed.pytree import encode, flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.torch_internals import set_persistent_iterator
 from lightning_hybrid.trainer import lightning_internals as internals
@@ -358,9 +358,9 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
         return loader
     if not predicts_alone:
         raise ValueError(
-            f"There are fewer samples to predict than replicas ({mesh.num_replicas}). With zero_stage > 0, replicas"
-            " with samples would wait for the parameter shards of replicas without samples. Predict at least one sample"
-            " per replica, or use zero_stage=0. [LH722]"
+            f"There are fewer samples to predict than replicas ({mesh.num_replicas}). With zero_stage > 0"
+            " or expert_parallel_size > 1, replicas with samples would wait for replicas without samples. Predict at"
+            " least one sample per replica, or use zero_stage=0 and expert_parallel_size=1. [LH722]"
         )
     return EmptyLoader(loader) if number == 0 else loader
 
@@ -413,7 +413,7 @@ class SharedLoader(LoaderWrapper):
             if error is not None:
                 raise error
             for number, batch in enumerate(batches):
-                batch = _contiguous(batch)
+                batch = contiguous(batch)
                 recorded = internals.recorded_batch_indices(self._loader)
                 self._exchange((batch, None if recorded is None else recorded[number]), self._readers)
                 yield batch
@@ -440,20 +440,6 @@ class SharedLoader(LoaderWrapper):
                 if indices is not None:
                     recorded.append(indices)
                 yield batch
-
-
-def _contiguous(batch: Any) -> Any:
-    """Return a batch with contiguous tensors, as the other ranks receive them.
-
-    A product with a transposed tensor can round differently, and the loading rank would differ in the last bit.
-    """
-    leaves, spec = flatten(batch)
-    dense = [leaf if isinstance(leaf, Tensor) and leaf.layout is torch.strided else None for leaf in leaves]
-    if all(leaf is None or leaf.is_contiguous() for leaf in dense):
-        return batch
-    return unflatten(
-        [leaf if found is None else found.contiguous() for leaf, found in zip(leaves, dense, strict=True)], spec
-    )
 
 
 class ComparedLoader(LoaderWrapper):

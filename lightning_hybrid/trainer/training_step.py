@@ -76,6 +76,11 @@ _UNEXPECTED_NONE = (
     " know that this can happen. Write `if loss is None: return None` in `training_step` itself, not in a function that"
     " it calls, or set HybridStrategy(dynamic_shapes=True). [LH705]"
 )
+_NONE_WITH_EXPERTS = (
+    "`training_step` returned None for a microbatch. With expert_parallel_size > 1, the other replicas wait for its"
+    " backward. Return a loss for each microbatch, such as a loss multiplied by 0, or remove expert_parallel_size."
+    " [LH727]"
+)
 _TRAINING = 0  # the first seed coordinate of training steps
 
 
@@ -128,7 +133,8 @@ class TrainingStep:
         self._limits = config.auto_microbatches and bool(self._batch_norms)
         # Replicas take part in the same collectives, so all use the smallest number of microbatches of any replica.
         self._agrees = num_microbatches > 1 and (
-            grad_sync.zero.reduces_each_backward
+            grad_sync.zero.computes_together
+            or grad_sync.zero.reduces_each_backward
             or (context.mesh.num_replicas > 1 and self._limits)
             or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
         )
@@ -209,6 +215,8 @@ class TrainingStep:
                 if reduce and context.is_source:
                     left_out.ask()
             if value is None:
+                if self._grad_sync.zero.computes_together:
+                    raise WrongUseError(_NONE_WITH_EXPERTS)
                 if context.placement.num_ranks > 1 and not self._may_skip:
                     raise WrongUseError(_UNEXPECTED_NONE)
                 return NOTHING

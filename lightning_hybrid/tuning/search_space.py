@@ -38,6 +38,7 @@ class SearchSpace:
 
     Attributes:
         data: Numbers of replicas.
+        data_multiple_of: Numbers of replicas must be multiples of this number, `expert_parallel_size`.
         tensor: Tensor-parallel sizes.
         tensor_mode: ``tensor_parallel_mode`` and ``tensor_parallel_depth``. Sizes that do not match them are not tried.
         pipeline: Pipeline-parallel sizes.
@@ -54,6 +55,7 @@ class SearchSpace:
     """
 
     data: Collection[int] | None = None
+    data_multiple_of: int = 1
     tensor: Collection[int] | None = None
     tensor_mode: tuple[str, int] | None = None
     pipeline: Collection[int] | None = None
@@ -82,6 +84,8 @@ class SearchSpace:
                     continue
                 for pipeline in divisors(num_ranks // tensor // context):
                     data = num_ranks // tensor // context // pipeline
+                    if data % self.data_multiple_of:
+                        continue
                     if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
                         yield data, tensor, pipeline, context
 
@@ -208,6 +212,7 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
     ]
     return SearchSpace(
         data=None if data == "auto" else (data,),
+        data_multiple_of=config.expert_parallel_size,
         tensor=tried[TENSOR],
         tensor_mode=None if "tensor_parallel_mode" in searched else given_mode,
         pipeline=tried[PIPELINE],

@@ -15,6 +15,7 @@ from tests.daily import daily
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, together, weights
 from tests.zoo import tensor as zoo
+from tests.zoo.experts import Sparse
 
 CHUNKS = {"num_chunks": 2, "schedule": "interleaved_1f1b"}
 #: (world size, replicas, arguments of the strategy)
@@ -26,17 +27,19 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2 pp2": (4, 1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4}),
     "dp2 zero 3": (2, 2, {"zero_stage": 3}),
     "dp4 zero 3 in pairs": (4, 4, {"zero_stage": 3, "zero_size": 2}),
+    "dp2 experts": (2, 2, {"expert_parallel_size": 2}),
+    "dp4 experts in pairs zero 1": (4, 4, {"expert_parallel_size": 2, "zero_stage": 1}),
     "dp2 tp2 zero 2": (4, 2, {"tensor_parallel_size": 2, "zero_stage": 2}),
     "dp2 pp2 chunks 2": (4, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4, **CHUNKS}),
 }
 FORMS = {"file": False, "directory": True}
 #: Every day these two read; each layout writes every time.
-READERS = daily(LAYOUTS, "pp2", "dp2 zero 3")
+READERS = daily(LAYOUTS, "pp2", "dp2 zero 3", "dp2 experts")
 STEPS = 3
 
 
 class Model(zoo.Words):
-    """A tied embedding and head, packed attention, a frozen parameter; AdamW with two groups and a scheduler."""
+    """A tied embedding and head, packed attention, a frozen parameter, experts; AdamW, two groups and a scheduler."""
 
     samples = 8 * STEPS
 
@@ -45,7 +48,7 @@ class Model(zoo.Words):
         layers = [
             nn.TransformerEncoderLayer(zoo.DIM, zoo.HEADS, 32, 0.0, batch_first=True, bias=False) for _ in range(4)
         ]
-        self.body = nn.Sequential(*layers)
+        self.body = nn.Sequential(*layers[:3], Sparse(), layers[3])
         self.body[1].norm1.weight.requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 

@@ -186,8 +186,10 @@ def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
                 own = mesh.tensor_mesh.get_group(name)
                 assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.arranged_groups[axes])
             assert mesh.tensor_mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(mesh.tensor_group)
-            assert mesh.zero_mesh.mesh_dim_names == (*grid.mesh_axes, "data_parallel")
-            assert mesh.zero_mesh["data_parallel"].mesh.tolist() == dist.get_process_group_ranks(mesh.data_group)
+            assert mesh.shard_mesh(mesh.zero).mesh_dim_names == (*grid.mesh_axes, "data_parallel")
+            assert mesh.shard_mesh(mesh.zero)["data_parallel"].mesh.tolist() == dist.get_process_group_ranks(
+                mesh.data_group
+            )
 
 
 @pytest.mark.parametrize(
@@ -323,8 +325,8 @@ def test_zero_shards_over_consecutive_replicas() -> None:
             assert dist.get_process_group_ranks(mesh.zero.control_group) == shards
             assert dist.get_process_group_ranks(mesh.zero.rows_group) == equal
             assert (mesh.zero.rank, mesh.zero.rows_group_size) == (zero_rank, 4)
-            assert mesh.zero_mesh.mesh[rank % 2].tolist() == shards
-            assert mesh.zero_mesh.get_local_rank(DATA.name) == zero_rank
+            assert mesh.shard_mesh(mesh.zero).mesh[rank % 2].tolist() == shards
+            assert mesh.shard_mesh(mesh.zero).get_local_rank(DATA.name) == zero_rank
 
 
 def test_ranks_with_equal_shards_of_a_parameter_of_several_stages() -> None:

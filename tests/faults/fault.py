@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
-#: (data, tensor, pipeline) parallel size and the stage of ZeRO.
+
+class Layout(NamedTuple):
+    """Parallel sizes, and what replicas shard."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    zero: int = 0
+    zero_size: int | None = None
+    experts: int = 1
+
+
 LAYOUTS = [
-    *((1, 1, 2, 0), (1, 1, 3, 0), (1, 1, 4, 0), (1, 2, 1, 0), (1, 2, 2, 0), (2, 1, 1, 0)),
-    *((2, 1, 1, 3), (2, 1, 2, 0), (2, 1, 2, 3), (2, 2, 1, 3)),
+    *(Layout(1, 1, 2), Layout(1, 1, 3), Layout(1, 1, 4), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 1)),
+    *(Layout(2, 1, 1, 3), Layout(2, 1, 2), Layout(2, 1, 2, 3), Layout(2, 2, 1, 3)),
+    *(Layout(2, 1, 1, experts=2), Layout(2, 1, 2, experts=2), Layout(2, 1, 2, 1, experts=2)),
+    *(Layout(4, 1, 1, 3, 2), Layout(4, 1, 1, 2, 2, experts=2)),
 ]
 HOOKS = [
     *("setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"),
@@ -41,7 +55,7 @@ class Fault:
     Attributes:
         number: From which everything else is drawn.
         launcher: ``"fork"`` for plain processes, ``"lightning"`` or ``"torchrun"``.
-        layout: (data, tensor, pipeline) parallel size and the stage of ZeRO.
+        layout: The ranks.
         kind: What goes wrong.
         place: Where.
         rank: On which rank.
@@ -50,7 +64,7 @@ class Fault:
 
     number: int
     launcher: str = "fork"
-    layout: tuple[int, int, int, int] = (1, 1, 2, 0)
+    layout: Layout = LAYOUTS[0]
     kind: str = "raise"
     place: str = "on_train_batch_end"
     rank: int = 0
@@ -59,7 +73,7 @@ class Fault:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        data, tensor, pipeline, _ = self.layout
+        data, tensor, pipeline = self.layout[:3]
         return data * tensor * pipeline
 
     @property
@@ -75,14 +89,16 @@ class Fault:
         checkpoint of its own (all resume from rank 0's), and where replicas have unequal numbers of batches: their
         epoch ends together.
         """
-        data, tensor, pipeline, zero = self.layout
+        data, tensor, pipeline = self.layout[:3]
         is_whole = tensor == pipeline == 1 or (self.rank // tensor) % data > 0
-        is_spare = self.kind == "state_dict" and zero == 0 and is_whole
+        shards = self.layout.zero > 0 or self.layout.experts > 1
+        is_spare = self.kind == "state_dict" and not shards and is_whole
         return (self.kind == "log" and tensor == pipeline == 1) or is_spare or self.kind in ("resumes", "short_loader")
 
     def __str__(self) -> str:
-        data, tensor, pipeline, zero = self.layout
+        data, tensor, pipeline, zero, zero_size, experts = self.layout
         layout = f"dp{data} tp{tensor} pp{pipeline}" + (f" zero{zero}" if zero else "")
+        layout += (f" of {zero_size}" if zero_size else "") + (f" ep{experts}" if experts > 1 else "")
         return (
             f"#{self.number} {self.launcher}, {layout}: {self.kind} in {self.place} ({self.time}) on rank {self.rank}"
         )

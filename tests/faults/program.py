@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Faults, HybridStrategy
 from lightning_hybrid.pipeline_parallel.p2p import Channel
-from tests.faults.fault import STALLS, Fault
+from tests.faults.fault import STALLS, Fault, Layout
 from tests.faults.forks import tell
+from tests.zoo.experts import Experts
 
 MARK = "fault"  # a file with the moment of the fault
 READY = "ready"  # the rank is where it is to be hit from outside
@@ -110,11 +111,26 @@ class Failing(torch.autograd.Function):
         return gradient, None
 
 
+class Routed(nn.Module):
+    """A linear layer, then an expert for each sample."""
+
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.router, self.down = nn.Linear(width, 4), nn.Linear(width, features)
+        self.experts = Experts(4, features, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(1)
+        return self.experts(self.down(x), index, weights)
+
+
 class Layer(nn.Module):
     def __init__(self, trigger: Trigger) -> None:
         super().__init__()
         self.trigger = trigger
         self.block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        if trigger.fault.layout.experts > 1:
+            self.block[2] = Routed(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         self.trigger.reach("forward")
@@ -248,7 +264,7 @@ def main(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
     """
     torch.set_num_threads(1)
     trigger = Trigger(fault, directory)
-    data, tensor, pipeline, zero = fault.layout
+    data, tensor, pipeline = fault.layout[:3]
     length = 32
     kind, rank = fault.kind, trigger.rank
     if kind == "corrupt":
@@ -270,7 +286,9 @@ def main(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
             data_parallel_size=data,
             tensor_parallel_size=tensor,
             pipeline_parallel_size=pipeline,
-            zero_stage=zero,  # type: ignore[arg-type]
+            zero_stage=fault.layout.zero,  # type: ignore[arg-type]
+            zero_size=fault.layout.zero_size,
+            expert_parallel_size=fault.layout.experts,
             num_microbatches=4 if pipeline > 1 else 1,
             faults=Faults(stall_timeout=timedelta(seconds=5) if kind in STALLS else timedelta(minutes=8)),
         ),
@@ -320,5 +338,5 @@ def run(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
-    arguments["layout"] = tuple(arguments["layout"])
+    arguments["layout"] = Layout(*arguments["layout"])
     run(Fault(**arguments), Path(sys.argv[2]))

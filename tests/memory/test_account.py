@@ -38,6 +38,7 @@ from tests.daily import daily
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS, ROOT
+from tests.zoo.experts import Experts
 
 FIELDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 KIB = 2**10
@@ -79,6 +80,26 @@ class MadeLater(LightningModule):
     def configure_optimizers(self) -> Any:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
+
+
+class Routed(nn.Module):
+    """A layer whose tokens choose experts in turn."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.experts = Experts(4, width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(len(x)).unsqueeze(1) % 4
+        return self.experts(self.linear(x), index, torch.ones_like(index, dtype=x.dtype))
+
+
+class Mixture(MadeLater):
+    """Most parameters are in experts."""
+
+    def layer(self) -> nn.Module:
+        return Routed(self.width)
 
 
 def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], precision: str) -> tuple[Any, str]:
@@ -152,6 +173,9 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "cp2 dp2 zero 2": (Words, 4, {"context_parallel_size": 2, "zero_stage": 2}),
     "tp4 2d": (Words, 4, SQUARE),
     "tp4 2d pp2": (Words, 8, {**SQUARE, "pipeline_parallel_size": 2}),
+    "dp2 experts": (Mixture, 2, {"expert_parallel_size": 2}),
+    "dp4 experts zero 1": (Mixture, 4, {"expert_parallel_size": 2, "zero_stage": 1}),
+    "dp2 experts zero 3": (Mixture, 2, {"expert_parallel_size": 2, "zero_stage": 3}),
     "made later": (MadeLater, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
 

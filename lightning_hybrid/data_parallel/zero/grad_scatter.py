@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
+from lightning_hybrid.data_parallel.all_reduce import Pending, start_all_reduce
 from lightning_hybrid.data_parallel.grad_buckets import BUCKET_BYTES, Bucket, GradientBuckets, assign
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
@@ -49,7 +50,7 @@ class ReduceScatterBucket(Bucket):
         flat[:, offset:] = has_gradient
         return flat
 
-    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending | Work]:
         own = flat.new_empty(flat.shape[1])
         return own, reduce_scatter_single(own, flat.view(-1), group=group, async_op=True)
 
@@ -61,6 +62,19 @@ class ReduceScatterBucket(Bucket):
                 shape = to_local(parameter.sharded).shape
                 _add(parameter.sharded, flat[offset : offset + shape.numel()].view(shape))
             offset += parameter.rows.padded_numel
+
+
+class OwnRowsBucket(ReduceScatterBucket):
+    """A bucket of parameters that are not gathered: a rank has gradients of its own rows only.
+
+    The group has the ranks with the same rows, and each of them receives the whole sum.
+    """
+
+    def _pack(self, gradients: Iterator[Tensor], has_gradient: Tensor, num_ranks: int) -> Tensor:
+        return super()._pack(gradients, has_gradient, 1).view(-1)
+
+    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+        return flat, start_all_reduce(flat, group)
 
 
 def _fill(shards: Tensor, gradient: Tensor, parameter: ShardedParameter) -> None:
@@ -126,27 +140,35 @@ class ZeroGradients:
         return None if found is None else (found, self._group_of[id(found)])
 
     def buckets(
-        self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None
+        self,
+        stage: int | None,
+        shards: Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        scale: float,
+        mask_group: ProcessGroup | None = None,
     ) -> GradientBuckets:
-        """Return the buckets for the gradients of some parameters.
+        """Return the buckets for the gradients of some parameters, which are all gathered, or none of them is.
 
         Args:
             stage: The only stage with these parameters, if there is one. Their gradients are then reduced while its
                 backward runs.
             shards: The parameters, in the order of the model.
-            group: The replicas.
+            group: The replicas over which gathered parameters are sharded; for others, the ranks with the same rows.
+            scale: The factor for each gradient before the sum.
             mask_group: As for :class:`GradientBuckets`.
         """
+        parameters = [self._by_shard[id(shard)] for shard in shards]
         buckets = GradientBuckets(
-            [self._by_shard[id(shard)].unsharded for shard in shards],
+            [parameter.unsharded for parameter in parameters],
             group,
-            scale=1 / group.size(),
+            scale=scale,
             overlap=stage is not None and not self._reshard_after_forward,
             make_buckets=self._make_buckets,
             max_in_flight=1 if self._zero_stage > 1 else None,
             mask_group=mask_group,
         )
-        if stage is not None and self._reshard_after_forward:
+        if stage is not None and self._reshard_after_forward and parameters[0].is_gathered:
             self._prefetched[stage] = buckets
         return buckets
 
@@ -170,8 +192,6 @@ class ZeroGradients:
             keys = {id(parameter) for parameter in parameters}
             unsharded = [[each.unsharded for each in group.parameters] for group in self._backward_order]
             layers = [[parameter for parameter in layer if id(parameter) in keys] for layer in unsharded]
-        return [
-            ReduceScatterBucket([self._by_unsharded[id(parameter)] for parameter in members])
-            for layer in layers
-            for members in assign(layer, BUCKET_BYTES)
-        ]
+        alike = (members for layer in layers for members in assign(layer, BUCKET_BYTES))
+        sharded = [[self._by_unsharded[id(parameter)] for parameter in members] for members in alike]
+        return [(ReduceScatterBucket if each[0].is_gathered else OwnRowsBucket)(each) for each in sharded]

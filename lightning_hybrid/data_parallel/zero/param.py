@@ -128,14 +128,17 @@ class _Unsharded:
     """A description of a parameter before replicas sharded it.
 
     Attributes:
-        shape: The local shape, of the whole parameter or of its tensor-parallel shard.
+        shape: The local shape with which layers compute: of the whole parameter, of its tensor-parallel shard, or of
+            the experts of this rank.
         mesh: The tensor-parallel ranks; ``None`` if the parameter is not tensor-parallel.
         placements: The placements over the tensor-parallel ranks.
+        is_gathered: True if layers compute with the rows of all replicas; False if they compute with this rank's rows.
     """
 
     shape: torch.Size
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
+    is_gathered: bool
 
     def parameter(self, local: Tensor, shard: nn.Parameter) -> nn.Parameter:
         """Return a parameter with these values, and with the attributes of its shard."""
@@ -152,6 +155,12 @@ def is_shard(parameter: object) -> bool:
     return isinstance(parameter, DTensor) and _UNSHARDED in vars(parameter)
 
 
+def is_gathered(shard: Tensor) -> bool:
+    """Return True if layers compute with all rows of a shard's parameter; False if they compute with the shard."""
+    before: _Unsharded = vars(shard)[_UNSHARDED]
+    return before.is_gathered
+
+
 def unsharded_shape(parameter: Tensor) -> torch.Size:
     """Return the local shape of a parameter without the sharding over replicas."""
     before: _Unsharded | None = vars(parameter).get(_UNSHARDED)
@@ -161,7 +170,9 @@ def unsharded_shape(parameter: Tensor) -> torch.Size:
 
 
 @torch.no_grad()
-def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) -> nn.Parameter:
+def shard(
+    parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int, *, gathers: bool = True
+) -> nn.Parameter:
     """Return one replica's shard of a parameter, with its own memory. Nothing is communicated.
 
     Args:
@@ -169,6 +180,7 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
         mesh: The tensor-parallel ranks, if there are several, times the replicas, which are the last axis.
         rank: The rank of this replica.
         num_ranks: The number of replicas.
+        gathers: True if layers compute with all rows; False if they compute with the shard, as experts do.
 
     Returns:
         A parameter with the same global shape, of which this rank has some rows; the given parameter if it has fewer
@@ -180,11 +192,12 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
         return parameter
     shape = rows.shard_shape(rank)
     own = local.narrow(rows.dim, min(rank * rows.rows_per_rank, local.shape[rows.dim]), shape[rows.dim])
-    before = _Unsharded(local.shape, None, ())
+    used = local.shape if gathers else shape
+    before = _Unsharded(used, None, (), gathers)
     placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
     if isinstance(parameter, DTensor):
         placements = parameter.placements
-        before = _Unsharded(local.shape, parameter.device_mesh, placements)
+        before = _Unsharded(used, parameter.device_mesh, placements, gathers)
     own, full = own.clone(memory_format=torch.contiguous_format), torch.empty(parameter.shape, device="meta")
     value = from_shard(own, mesh, [*placements, Shard(rows.dim)], full)
     made = nn.Parameter(value, parameter.requires_grad)
@@ -218,6 +231,8 @@ class ShardedParameter:
         unsharded   ------------------------------------------       a view
         sharded                   ---------------                    on rank 1: also a view, or separate memory
 
+    If layers compute with the shard, as experts do, the flat tensor has only the rows of this rank, and always memory.
+
     Args:
         sharded: The result of :func:`shard`.
         owners: The modules and names under which it is registered.
@@ -229,16 +244,19 @@ class ShardedParameter:
         unsharded: The unsharded parameter, a view of `flat`. It has no memory while `flat` has none.
         flat: The padded shards of all replicas, ``num_ranks * padded_numel`` elements.
         owners: The argument `owners`.
-        rows: The division of the rows over the replicas.
+        rows: The division of the rows of `unsharded` over the replicas.
+        is_gathered: True if layers compute with the rows of all replicas; False if they compute with this rank's rows.
         is_written: True if a step has written the unsharded parameter, so that the shard is out of date.
     """
 
     def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], rank: int, *, aliased: bool) -> None:
         before: _Unsharded = vars(sharded)[_UNSHARDED]
         mesh = sharded.device_mesh  # type: ignore[attr-defined]
-        rows = RowShards.of(before.shape, mesh.size(mesh.ndim - 1))
+        self.is_gathered = before.is_gathered
+        rows = RowShards.of(before.shape, mesh.size(mesh.ndim - 1) if self.is_gathered else 1)
         assert rows is not None
-        self.sharded, self.owners, self.rows, self._rank = sharded, owners, rows, rank
+        self.sharded, self.owners, self.rows = sharded, owners, rows
+        self._rank = rank if self.is_gathered else 0
         self._requires_grad = sharded.requires_grad
         self.is_written = False
         own = to_local(sharded)
@@ -246,8 +264,8 @@ class ShardedParameter:
         # `.data` gives it a separate version counter. Gathering into it while a graph needs it is safe, because
         # gathered values equal the values that the graph has saved.
         self.unsharded = before.parameter(rows.unsharded(self.flat.data), sharded)
-        if aliased:
-            view = rows.shard(self.flat, rank)
+        if aliased or not self.is_gathered:
+            view = rows.shard(self.flat, self._rank)
             view.copy_(own)
             put_local(sharded, view)
         else:
@@ -300,9 +318,11 @@ class ShardedParameter:
     def free(self) -> None:
         """Free the memory of the unsharded parameter.
 
-        The tensor stays, because graphs refer to it, and receives memory again when it is gathered.
+        The tensor stays, because graphs refer to it, and receives memory again when it is gathered. If the
+        parameter is not gathered, its memory is also the memory of the shard, and is kept.
         """
-        self.flat.untyped_storage().resize_(0)
+        if self.is_gathered:
+            self.flat.untyped_storage().resize_(0)
 
     def to_unsharded(self) -> None:
         """Register the unsharded parameter, for layers."""

@@ -22,6 +22,8 @@ from lightning_hybrid.distributed.process_group import GroupRef, all_gather_sing
 class ParameterGroup:
     """The parameters of a layer, or of no single layer (the root group). They are either all unsharded or all sharded.
 
+    Parameters with which layers compute without a gather, such as those of experts, take part in everything else.
+
     ::
 
         unshard_async()         starts the all-gather           does not wait: the previous layer computes meanwhile
@@ -53,7 +55,7 @@ class ParameterGroup:
         self.keeps_memory = keeps_memory
         self._group = GroupRef(group)
         kinds: dict[object, list[ShardedParameter]] = {}
-        for parameter in parameters:
+        for parameter in [each for each in parameters if each.is_gathered]:
             kinds.setdefault((parameter.flat.dtype, parameter.flat.device), []).append(parameter)
         self._kinds = list(kinds.values())
         self._in_flight: list[tuple[list[ShardedParameter], Tensor, Work]] = []

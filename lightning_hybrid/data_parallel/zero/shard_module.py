@@ -9,7 +9,7 @@ by :func:`own_parameters`. Sharding is separate from `ZeroParameters`, because a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from lightning_hybrid.distributed.dtensor import is_zero_sharded, put_data, to_l
 from lightning_hybrid.distributed.mesh import Mesh
 
 
-def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Shard every parameter over the replicas, with the values of the first replica. Every rank must call this.
+def shard_module(
+    module: nn.Module, mesh: Mesh, device: torch.device, *, experts: Container[nn.Module], shards_others: bool
+) -> None:
+    """Shard parameters over the replicas, with the values of the first replica. Every rank must call this.
 
     Parameters are sharded one by one, so that a device never holds more than one unsharded parameter. Parameters that
     an earlier run or the user has sharded are skipped, and so are placeholders. Parameters with fewer than two rows
@@ -33,6 +35,8 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         module: The module, with placeholders for tensors of other stages.
         mesh: The mesh.
         device: The device for the shards.
+        experts: The modules whose parameters have a row for each expert. Layers compute with the rows of this rank.
+        shards_others: True to shard the parameters of all other modules, too (ZeRO).
     """
     if mesh.num_replicas == 1:
         return
@@ -42,8 +46,12 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
             continue
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
+        is_expert = any(owner in experts for owner, _ in owners[id(parameter)])
+        if not is_expert and not shards_others:
+            continue
         broadcast_tensors([to_local(parameter)], mesh.data_group)
-        own = shard(parameter, mesh.zero_mesh, mesh.zero.rank, mesh.zero.size)
+        groups = mesh.experts if is_expert else mesh.zero
+        own = shard(parameter, mesh.shard_mesh(groups), groups.rank, groups.size, gathers=not is_expert)
         set_parameter(own, owners[id(parameter)])
 
 

@@ -25,27 +25,31 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.zero.grad_scatter import ZeroGradients
-from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_owners, is_shard
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_owners, is_gathered, is_shard
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backward_hook
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.shard_groups import ShardGroups
 from lightning_hybrid.torch_internals import DisableTorchFunction
 
 
 @dataclass
-class _Unfollowed:
-    """A hook that runs outside of tracing and compilation. It is an object, so copying its module also copies it.
+class OwnHook:
+    """A hook of this package, which torch does not compile. It is an object, so copying its module also copies it.
 
     Attributes:
         hook: The function that torch should call.
+        runs_in_traces: True if traces call it, because the module fails without it. Traces remove other hooks.
     """
 
     hook: Callable[..., Any]
+    runs_in_traces: bool = False
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
         with DisableTorchFunction():
             return self.hook(*args)
 
@@ -92,9 +96,10 @@ class ZeroParameters:
         module: The user's module, with shards instead of parameters.
         layers: The layers of each stage of this rank, in order, by stage. Parameters in several layers, or in none,
             form the root group, and are unsharded together at the start of a step.
-        group: The replicas over which parameters are sharded.
+        zero: The replicas over which ZeRO shards parameters.
+        experts: The replicas over which experts are sharded.
         replica: The number of this rank's replica among all replicas.
-        zero_stage: 1, 2 or 3.
+        zero_stage: 1, 2 or 3; 0 if only the parameters of experts are sharded.
         reshard_after_forward: If True, stage 3 reshards a layer after each forward, and after each backward.
 
     Attributes:
@@ -104,6 +109,7 @@ class ZeroParameters:
         parameters: The sharded parameters, by the identity of the shard.
         reduces_each_backward: True if gradients are reduced after each backward, and not only after the last backward
             before an optimizer step. Replicas must then run equally many microbatches.
+        computes_together: True if replicas exchange tokens in forwards. They must then run equally many microbatches.
         is_open: True while layers find unsharded parameters: during a step, or a call outside of a step.
     """
 
@@ -113,21 +119,23 @@ class ZeroParameters:
         self,
         module: nn.Module,
         layers: Mapping[int, Sequence[nn.Module]],
-        group: ProcessGroup,
+        zero: ShardGroups,
+        experts: ShardGroups,
         *,
         replica: int,
         zero_stage: int,
         reshard_after_forward: bool,
     ) -> None:
         self.reduces_each_backward = zero_stage > 1
-        self._is_first, self._counts_shards = replica == 0, replica < group.size()
+        self.computes_together = experts is not zero
+        self._zero, self._experts, self._replica, group = zero, experts, replica, zero.group
         self._reshard_after_forward = self._reshards_now = reshard_after_forward and zero_stage == 3
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
         owners, keeps = find_owners(module), zero_stage < 3
         self.keeps_layers = keeps
         self.parameters = {
-            id(each): ShardedParameter(each, owners[id(each)], group.rank(), aliased=keeps)
+            id(each): ShardedParameter(each, owners[id(each)], zero.rank, aliased=keeps)
             for each in module.parameters()
             if is_shard(each)
         }
@@ -161,8 +169,8 @@ class ZeroParameters:
         }
         self._hook_owners(layer_of)
         self._handles += [
-            module.register_forward_pre_hook(_Unfollowed(self._open_for), prepend=True),
-            module.register_forward_hook(_Unfollowed(self._close_for), always_call=True),
+            module.register_forward_pre_hook(OwnHook(self._open_for), prepend=True),
+            module.register_forward_hook(OwnHook(self._close_for), always_call=True),
         ]
 
     def tensors(self) -> list[Tensor]:
@@ -176,25 +184,35 @@ class ZeroParameters:
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Return True if this replica counts a parameter, or its rows of the parameter, in the gradient norm."""
-        return self._counts_shards if is_shard(parameter) else self._is_first
+        if not is_shard(parameter):
+            return self._replica == 0
+        return self._replica < (self._zero if is_gathered(parameter) else self._experts).size
 
     def gradient_buckets(
-        self,
-        stage: int | None,
-        parameters: Sequence[nn.Parameter],
-        group: ProcessGroup,
-        mask_group: ProcessGroup | None,
+        self, stage: int | None, parameters: Sequence[nn.Parameter], mask_group: ProcessGroup | None
     ) -> list[GradientBuckets]:
         """Return buckets for the gradients of the sharded parameters among some parameters.
+
+        Gradients of gathered parameters are averaged over the group that shards them, and must then be averaged over
+        the rows group. Gradients of experts are complete: they include the tokens of the whole group.
 
         Args:
             stage: The only stage with the parameters, if there is one.
             parameters: The parameters, in the order of the model.
-            group: The replicas.
             mask_group: As for :class:`GradientBuckets`.
         """
-        shards = [parameter for parameter in parameters if is_shard(parameter)]
-        return [self._gradients.buckets(stage, shards, group, mask_group)] if shards else []
+        made, shards = [], [parameter for parameter in parameters if is_shard(parameter)]
+        if gathered := [shard for shard in shards if is_gathered(shard)]:
+            group, scale = self._zero.group, 1 / self._zero.size
+            made.append(self._gradients.buckets(stage, gathered, group, scale=scale, mask_group=mask_group))
+        if own := [shard for shard in shards if not is_gathered(shard)]:
+            group, scale = self._experts.rows_group, 1 / (self._experts.size * self._experts.rows_group_size)
+            made.append(self._gradients.buckets(stage, own, group, scale=scale))
+        return made
+
+    def hook(self, handles: Iterable[RemovableHandle]) -> None:
+        """Remove these handles at the end of the run, too."""
+        self._handles += handles
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -288,7 +306,7 @@ class ZeroParameters:
         """Gather the parameters of all layers, for code around the layers. All replicas must call this."""
         for position, group in enumerate(self._groups):
             if not group.is_unsharded:
-                _Unfollowed(self._prefetcher.unshard)(position)
+                OwnHook(self._prefetcher.unshard)(position)
 
     @property
     def is_unsharded(self) -> bool:
@@ -326,9 +344,9 @@ class ZeroParameters:
     def _hook_layer(self, module: nn.Module, layer: _Layer) -> None:
         self._handles += [
             module.register_forward_pre_hook(
-                _Unfollowed(partial(self._before_layer, layer)), prepend=True, with_kwargs=True
+                OwnHook(partial(self._before_layer, layer)), prepend=True, with_kwargs=True
             ),
-            module.register_forward_hook(_Unfollowed(partial(self._after_layer, layer)), always_call=True),
+            module.register_forward_hook(OwnHook(partial(self._after_layer, layer)), always_call=True),
         ]
 
     def _hook_owners(self, layer_of: Mapping[int, _Layer]) -> None:
@@ -341,7 +359,7 @@ class ZeroParameters:
             for owner, _ in parameter.owners:
                 owned.setdefault(owner, []).append(parameter)
         for owner, parameters in owned.items():
-            hook = _Unfollowed(partial(self._before_owner, parameters, layer_of.get(id(parameters[0]))))
+            hook = OwnHook(partial(self._before_owner, parameters, layer_of.get(id(parameters[0]))))
             self._handles.append(owner.register_forward_pre_hook(hook))
 
     def _before_owner(self, parameters: Sequence[ShardedParameter], layer: _Layer | None, *_: Any) -> None:
@@ -415,7 +433,7 @@ class ZeroParameters:
 class NoZero:
     """The replacement of :class:`ZeroParameters` if replicas shard nothing."""
 
-    is_active = reduces_each_backward = is_open = False
+    is_active = reduces_each_backward = computes_together = is_open = False
     keeps_layers = is_unsharded = True
 
     def tensors(self) -> list[Tensor]:
@@ -434,7 +452,6 @@ class NoZero:
         self,
         stage: int | None,
         parameters: Sequence[nn.Parameter],
-        group: ProcessGroup,
         mask_group: ProcessGroup | None,
     ) -> list[GradientBuckets]:
         """Return an empty list."""

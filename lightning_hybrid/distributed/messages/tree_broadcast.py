@@ -61,6 +61,20 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     return value
 
 
+def contiguous(tree: Any) -> Any:
+    """Return a tree with contiguous tensors, as the other ranks receive them; the same object if they are contiguous.
+
+    Products of tensors with other strides can round differently, so ranks would differ in the last bit.
+    """
+    leaves, spec = flatten(tree)
+    dense = [leaf if isinstance(leaf, Tensor) and leaf.layout is torch.strided else None for leaf in leaves]
+    if all(leaf is None or leaf.is_contiguous() for leaf in dense):
+        return tree
+    return unflatten(
+        [leaf if found is None else found.contiguous() for leaf, found in zip(leaves, dense, strict=True)], spec
+    )
+
+
 def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
     """Reduce a tensor over a group. The mean is supported also on backends that do not support it.
 

@@ -20,7 +20,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.random import GENERATORS, equal_states, generator_state
 from lightning_hybrid.distributed.replaced import Preserved, tables_of
-from lightning_hybrid.distributed.taps import is_own_hook
+from lightning_hybrid.distributed.taps import runs_in_traces
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places
 from lightning_hybrid.torch_internals import forward_hooks, forward_pre_hooks, non_persistent_buffers
@@ -103,7 +103,7 @@ def fake_module(
         swapped += [(part, _held(part)) for part in parts]
         for part in parts:
             for hooks in (forward_pre_hooks(part), forward_hooks(part)) if isinstance(part, nn.Module) else ():
-                for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
+                for key in [key for key, hook in hooks.items() if not runs_in_traces(hook)]:
                     del hooks[key]
         yield finish
     for each in created:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
 from lightning_hybrid.distributed.agreement import unequal_text
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -198,7 +198,9 @@ class DesyncDetector:
             # Tensor-parallel ranks compute equal values, but not always to the last bit.
             coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.sizes.tensor > 1 else ()
             kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
-            coordinates = (*coordinates, "shard", mesh.zero.rank) if is_shard(parameter) else coordinates
+            if is_shard(parameter):
+                groups = mesh.zero if is_gathered(parameter) else mesh.experts
+                coordinates = (*coordinates, "shard", groups.rank)
             found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))
         if not found:
             return {}

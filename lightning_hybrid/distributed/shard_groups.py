@@ -1,6 +1,7 @@
-"""The groups of ranks over which ZeRO shards parameters, and of ranks with equal shards.
+"""The groups of ranks over which parameters are sharded, and of ranks with equal shards.
 
-`Mesh` makes them. Without `zero_size`, ZeRO shards over all replicas, and a mesh has these groups for other uses too.
+`Mesh` makes them for ZeRO and for experts. Without `zero_size`, ZeRO shards over all replicas, and a mesh has these
+groups for other uses too.
 """
 
 from __future__ import annotations
@@ -13,47 +14,56 @@ from torch import Tensor
 from lightning_hybrid.distributed.process_group import GroupRef
 
 
-class ZeroGroups:
+class ShardGroups:
     """The groups of this rank for parameters that replicas shard.
 
-    ZeRO shards over `size` consecutive replicas. The *zero group* of a rank has the other shards of its parameters. Its
-    *rows group* has equal shards, which must have equal gradients. With 4 replicas of 2 context ranks and ``size=2``,
-    on rank 0::
+    Parameters are sharded over `size` consecutive replicas. The *group* of a rank has the other shards of its
+    parameters. Its *rows group* has equal shards, which must have equal gradients. With 4 replicas of 2 context ranks
+    and ``size=2``, on rank 0::
 
         data rank       0     1   |   2     3
         rank           0 1   2 3  |  4 5   6 7
-        rows           a a   b b  |  a a   b b       zero group [0,2], rows group [0,1,4,5]
+        rows           a a   b b  |  a a   b b       group [0,2], rows group [0,1,4,5]
 
     The constructor makes groups, so it is a collective of all ranks.
 
     Args:
         ranks: The global ranks, ``(pipeline, data, context, tensor)``.
-        size: The number of replicas over which ZeRO shards, a divisor of their number; ``None`` for all.
+        size: The number of replicas over which parameters are sharded, a divisor of all; ``None`` for all.
         data_rank: The data rank of this rank.
         make_group: Returns the group of this rank for ranks of the shape ``(groups, ranks per group)``; it takes the
             backend as second argument.
+        has_rows_group: True to make the rows group even if it has only this rank.
 
     Attributes:
-        size: The number of replicas over which ZeRO shards.
-        rank: The rank in the zero group.
+        size: The number of replicas over which parameters are sharded.
+        rank: The rank in the group.
         rows_group_size: The number of ranks in the rows group.
     """
 
-    def __init__(self, ranks: Tensor, size: int | None, data_rank: int, make_group: Callable[..., GroupRef]) -> None:
+    def __init__(
+        self,
+        ranks: Tensor,
+        data_rank: int,
+        make_group: Callable[..., GroupRef],
+        *,
+        size: int | None,
+        has_rows_group: bool = False,
+    ) -> None:
         num_replicas, num_context = ranks.shape[1:3]
         self.size = num_replicas if size is None else size
         self.rank = data_rank % self.size
         self.rows_group_size = num_replicas // self.size * num_context
         by_shard = self.by_shard(ranks)
-        of_zero = by_shard.permute(0, 1, 3, 4, 2).flatten(0, 3)
-        self._group = make_group(of_zero)
-        self._control_group = make_group(of_zero, "gloo") if num_replicas > 1 else None
+        sharding = by_shard.permute(0, 1, 3, 4, 2).flatten(0, 3)
+        self._group = make_group(sharding)
+        self._control_group = make_group(sharding, "gloo") if num_replicas > 1 else None
         self._rows_group: GroupRef | None = None
-        if self.rows_group_size > 1:
+        if self.rows_group_size > 1 or has_rows_group:
             self._rows_group = make_group(by_shard.permute(0, 2, 4, 1, 3).flatten(0, 2).flatten(1))
 
     def by_shard(self, ranks: Tensor) -> Tensor:
-        """Return ranks of some stages with the dimensions ``(pipeline, zero group, rank in it, context, tensor)``.
+        """Return ranks of some stages with the dimensions ``(pipeline, group, rank in it, context, tensor)``.
 
         Args:
             ranks: The global ranks, ``(pipeline, data, context, tensor)``.
@@ -62,17 +72,17 @@ class ZeroGroups:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The zero group: the ranks over which ZeRO shards the parameters of this rank, one in each replica."""
+        """The ranks over which the parameters of this rank are sharded, one in each of `size` replicas."""
         return self._group()
 
     @property
     def control_group(self) -> dist.ProcessGroup:
-        """The ranks of the zero group, over gloo; it exists only with several replicas."""
+        """The ranks of the group, over gloo; it exists only with several replicas."""
         assert self._control_group is not None
         return self._control_group()
 
     @property
     def rows_group(self) -> dist.ProcessGroup:
-        """The ranks with equal shards, in all zero groups and along the context axis, if there are several."""
+        """The ranks with equal shards, in all groups and along the context axis, if there are several."""
         assert self._rows_group is not None
         return self._rows_group()

@@ -1,0 +1,90 @@
+"""The search for modules whose parameters have a row for each expert.
+
+`ModuleParallelizer` calls :func:`find_experts` with ``HybridStrategy(expert_parallel_size=...)``. Modules are found by
+their parameters and by the arguments of their forward, as transformers writes them, and never by the name of a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+_INDEX, _WEIGHT = ("index", "indices"), ("weight",)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return True if each row of a module's parameters belongs to an expert, and its forward receives the experts.
+
+    The forward takes the hidden states of tokens, ``(tokens, features)``; the experts of each token, ``(tokens, k)``;
+    and the weights of their results, ``(tokens, k)``::
+
+        class Experts(nn.Module):  # num_experts, gate_up_proj (experts, ...), down_proj (experts, ...)
+            def forward(self, hidden_states, top_k_index, top_k_weights): ...
+    """
+    count = getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    if not isinstance(count, int) or not own or any(each.ndim < 2 or len(each) != count for each in own):
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    return len(names) == 3 and names[1].endswith(_INDEX) and any(word in names[2] for word in _WEIGHT)
+
+
+def find_experts(module: nn.Module, num_ranks: int) -> dict[str, nn.Module]:
+    """Return the modules with experts that can be sharded over some ranks, by name.
+
+    Args:
+        module: The user's module.
+        num_ranks: The number of ranks.
+
+    Raises:
+        ValueError: If there are none, if the number of experts is not divisible by the number of ranks, or if a
+            parameter is shared by several modules.
+    """
+    found = {name: part for name, part in module.named_modules() if is_experts(part)}
+    argument = f"expert_parallel_size={num_ranks}"
+    if not found:
+        raise ValueError(
+            f"{argument} shards experts, but {type(module).__name__} has no module with experts that can be sharded."
+            " Such a module has an attribute `num_experts`, parameters whose first dimension is `num_experts`, and"
+            " forward(self, hidden_states, top_k_index, top_k_weights). Change the experts to this form, or remove"
+            " expert_parallel_size. [LH143]"
+        )
+    for name, part in found.items():
+        if part.num_experts % num_ranks:
+            raise ValueError(
+                f"{argument} does not divide the number of experts of {name!r}, which is {part.num_experts}. Set"
+                " expert_parallel_size to a divisor of the number of experts. [LH144]"
+            )
+    _check_shared(module, found)
+    return found
+
+
+def experts_text(found: Mapping[str, nn.Module], num_ranks: int) -> str:
+    """Return the log message about the modules whose experts are sharded.
+
+    Args:
+        found: The result of :func:`find_experts`.
+        num_ranks: The number of ranks.
+    """
+    numbers = Counter(int(part.num_experts) for part in found.values())  # type: ignore[arg-type]
+    parts = [
+        f"{modules} module{'s' * (modules > 1)} with {experts // num_ranks} of {experts} experts on each rank"
+        for experts, modules in sorted(numbers.items())
+    ]
+    return f"expert_parallel_size={num_ranks}: {', '.join(parts)} ({next(iter(found))}{', ...' * (len(found) > 1)})"
+
+
+def _check_shared(module: nn.Module, found: dict[str, nn.Module]) -> None:
+    """Raise an error if a parameter of experts has several names."""
+    owner_of: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        earlier = owner_of.setdefault(id(parameter), name)
+        owners = {each.rpartition(".")[0] for each in (name, earlier)}
+        if earlier != name and owners & set(found):
+            raise ValueError(
+                f"The parameters {earlier!r} and {name!r} are the same, so their experts cannot be sharded over"
+                " replicas. Give each module experts of its own, or remove expert_parallel_size. [LH145]"
+            )

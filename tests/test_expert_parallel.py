@@ -1,0 +1,186 @@
+"""Experts sharded over replicas: losses, norms and weights of one process, with classes of transformers unchanged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import Tuning
+from tests.daily import daily
+from tests.pool import Pools
+from tests.results import Results, listed
+from tests.test_mixture_of_experts import FAMILIES, VOCABULARY, Experts, wide
+from tests.test_precision_features import half_plugin
+from tests.training_jobs import Result, assert_same, make_trainer, train
+from tests.transparency import EXPERT_LAYOUTS, EXPERT_SUBJECTS, SCHEDULES, Case, allowed, compare, cover, layout_of
+from tests.zoo.experts import FirstChoice
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
+
+STEPS, SAMPLES = 3, 16
+
+
+# -- own code ----------------------------------------------------------------------------------------------------------
+
+
+def _possible(subject: str, layout: str, schedule: str) -> bool:
+    """In context parallelism, attention of the user's own masks a part of the positions only."""
+    return allowed(subject, layout, schedule) and (subject != "sparse_words" or layout_of(layout).context == 1)
+
+
+CASES = [Case(*triple) for triple in cover(EXPERT_SUBJECTS, EXPERT_LAYOUTS, SCHEDULES, _possible)]
+CASES.sort(key=lambda case: case.size)
+
+
+def _marked(case: Case) -> Any:
+    number = list(EXPERT_SUBJECTS).index(case.subject) + list(EXPERT_LAYOUTS).index(case.layout)
+    is_daily = number % 9 == 0 and case.size <= 4
+    return pytest.param(case, id=str(case), marks=() if is_daily else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_own_code_in_float64(results: Results, case: Case) -> None:
+    differences = compare(case, *results[case])
+    assert not differences, listed(differences)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+class Language(Experts):
+    """With an optimizer whose step depends on whether there is a gradient, even of zeros, and the norms of steps."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = self.trainer.strategy.grad_norm() if hasattr(self.trainer.strategy, "grad_norm") else None
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([each.grad for each in self.parameters() if each.grad is not None])
+        self.norms.append(float(norm))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def trained(
+    layout: Mapping[str, Any] | None, family: str, replicas: int, trainer: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Result, list[float], list[tuple[int, ...]]]:
+    """Train; return the result, the gradient norms, and the shapes of the experts that this rank has."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    layout = layout and dict(layout)
+    tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))
+    with wide(family):
+        module = Language(family, replicas=1 if layout else replicas, **config)
+        num_samples = SAMPLES // (replicas if layout else 1)
+        result = train(module, layout, DataLoader(TensorDataset(tokens), num_samples), precision="64-true", **trainer)
+    return result, module.norms, []
+
+
+EP2: dict[str, Any] = {"data_parallel_size": 2, "expert_parallel_size": 2}
+EP2_OF4: dict[str, Any] = {"data_parallel_size": 4, "expert_parallel_size": 2}
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": EP2,
+    "ep4": {"data_parallel_size": 4, "expert_parallel_size": 4},
+    "ep2_of4": EP2_OF4,
+    "ep2_pp2": {**EP2, **PP2},
+    "ep2_pp2_recompute": {**EP2, **PP2, "recompute": True},
+    "ep2_recompute": {**EP2, "recompute": True},
+    "ep2_tp2": {**EP2, "tensor_parallel_size": 2},
+    "ep2_cp2": {**EP2, "context_parallel_size": 2, "context_parallel": "ring"},
+    **{f"ep2_zero{stage}": {**EP2, "zero_stage": stage} for stage in (1, 2, 3)},
+    **{f"ep2_of4_zero{stage}": {**EP2_OF4, "zero_stage": stage} for stage in (1, 2, 3)},
+    "ep4_zero3_of2": {"data_parallel_size": 4, "expert_parallel_size": 4, "zero_stage": 3, "zero_size": 2},
+    "ep2_zero1_of2": {**EP2_OF4, "zero_stage": 1, "zero_size": 2},
+    "ep2_pp2_zero2": {**EP2, **PP2, "zero_stage": 2},
+    "ep2_pp2_zero3": {**EP2, **PP2, "zero_stage": 3},
+    "ep2_zero3_early": {**EP2, "zero_stage": 3, "tuning": Tuning(reshard_after_forward=True)},
+}
+
+
+def compare_family(
+    ranks: Pools,
+    layout: str,
+    family: str,
+    rtol: float = 1e-10,
+    trainer: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> None:
+    """Compare a layout with one process."""
+    arguments, size = LAYOUTS[layout], 1
+    for axis in ("pipeline", "data", "tensor", "context"):
+        size *= arguments.get(f"{axis}_parallel_size", 1)
+    replicas = arguments["data_parallel_size"]
+    expected, norms, _ = trained(None, family, replicas, trainer or {}, config)
+    found = ranks(size, lightning=True).run(trained, arguments, family, replicas, trainer or {}, config, timeout=200.0)
+    for *losses, loss in zip(*[result.losses for result, *_ in found], expected.losses, strict=True):
+        assert sum(losses) / size == pytest.approx(loss, rel=rtol)  # replicas have losses of their own
+    for result, norms_of_rank, _ in found:
+        assert_same(result.weights, expected.weights, rtol)
+        assert norms_of_rank == pytest.approx(norms, rel=rtol)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    daily([(family, layout) for family in FAMILIES for layout in LAYOUTS], ("Mixtral", "ep2"), ("GptOss", "ep2_pp2")),
+)
+def test_replicas_share_experts(ranks: Pools, family: str, layout: str) -> None:
+    compare_family(ranks, layout, family)
+
+
+# -- several runs ------------------------------------------------------------------------------------------------------
+
+
+def two_runs(layouts: list[dict[str, Any]]) -> str:
+    module = FirstChoice()
+    short: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
+    make_trainer({**layouts[0], "gather_module_on_teardown": False}, **short).fit(module)
+    with pytest.raises(ValueError, match="An earlier run sharded FirstChoice over 2 replicas") as caught:
+        make_trainer(layouts[1], **short).fit(module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layouts", [[{"expert_parallel_size": 2}, {}], [{"zero_stage": 3}, {"expert_parallel_size": 2}]]
+)
+def test_a_module_that_stays_divided_is_not_trained_otherwise(ranks: Pools, layouts: list[dict[str, Any]]) -> None:
+    for text in ranks(2, lightning=True).run(two_runs, layouts):
+        assert "strategy.gather_module()" in text
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def trained_in(layout: dict[str, Any], precision: str) -> Result:
+    torch.manual_seed(3)
+    module = FirstChoice(batch_size=4)
+    how: dict[str, Any] = {"plugins": half_plugin()} if precision == "16-mixed" else {"precision": precision}
+    return train(module, layout, gradient_clip_val=0.5, limit_val_batches=0, **how)
+
+
+@pytest.mark.parametrize(
+    ("precision", "arguments"),
+    [
+        ("bf16-mixed", {}),
+        ("16-mixed", {}),
+        pytest.param("bf16-true", {"master_weights": True}, marks=pytest.mark.thorough),
+        pytest.param("16-true", {"master_weights": True, "zero_stage": 1}, marks=pytest.mark.thorough),
+        pytest.param("bf16-mixed", {"zero_stage": 3, "recompute": True}, marks=pytest.mark.thorough),
+        pytest.param("32-true", {"tuning": Tuning(float32_gradients=True)}, marks=pytest.mark.thorough),
+    ],
+)
+def test_precision(ranks: Pools, precision: str, arguments: dict[str, Any]) -> None:
+    """As replicas that each have all experts, which the tests of precision compare with one process."""
+    replicas = {"data_parallel_size": 2, **arguments}
+    wholes = ranks(2, lightning=True).run(trained_in, replicas, precision)
+    parts = ranks(2, lightning=True).run(trained_in, {**replicas, "expert_parallel_size": 2}, precision)
+    for result, expected in zip(parts, wholes, strict=True):
+        assert result.losses == pytest.approx(expected.losses, rel=0.02)
+        assert_same(result.weights, expected.weights, 1e-4 if precision == "32-true" else 0.03)
