@@ -89,8 +89,10 @@ loss_functions: Any = _find("torch._C", "_nn")
 # -- operators ---------------------------------------------------------------------------------------------------------
 # Modes receive these operators. Public functions select one of them by device, shapes and dtypes.
 
+#: Matrix products in groups, such as the experts of a layer. torch runs them without values only in bfloat16.
+GROUPED_PRODUCT = "_grouped_mm"
 #: Matrix products: in groups, and with scaled 8-bit numbers.
-SCALED_PRODUCTS = ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+SCALED_PRODUCTS = (GROUPED_PRODUCT, "_scaled_mm", "_scaled_grouped_mm")
 #: Prefix of the names of all kernels of `scaled_dot_product_attention`.
 SCALED_DOT_PRODUCT = "_scaled_dot_product"
 #: The kernel for which `torch.utils.flop_counter` has a formula.

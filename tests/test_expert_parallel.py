@@ -155,6 +155,28 @@ def test_a_module_that_stays_divided_is_not_trained_otherwise(ranks: Pools, layo
         assert "strategy.gather_module()" in text
 
 
+class LeavesOut(FirstChoice):
+    """Has no loss for the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            return None
+        return loss
+
+
+def left_out() -> str:
+    layout = {"data_parallel_size": 2, "expert_parallel_size": 2, "num_microbatches": 2}
+    with pytest.raises(ValueError, match=r"returned None for a microbatch.*\[LH727\]") as caught:
+        make_trainer(layout, limit_val_batches=0).fit(LeavesOut())
+    return str(caught.value)
+
+
+def test_each_microbatch_needs_a_loss(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(left_out):
+        assert "a loss multiplied by 0" in text
+
+
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 

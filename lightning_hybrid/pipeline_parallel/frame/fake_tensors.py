@@ -27,6 +27,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, 
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 from lightning_hybrid.torch_internals import (
     FAKE_TENSOR_LOGGER,
+    GROUPED_PRODUCT,
     PARAMETER_MARK,
     FakeTensor,
     FakeTensorMode,
@@ -56,7 +57,23 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """
         if self.is_over:
             raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
+        if func is _GROUPED_PRODUCT:
+            shape, dtype = _grouped_shape(*args, **(kwargs or {}))
+            return super().dispatch(torch.ops.aten.new_empty.default, types, (args[0], shape), {"dtype": dtype})
         return super().dispatch(func, types, args, kwargs)
+
+
+_GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, GROUPED_PRODUCT, None), "default", None)
+
+
+def _grouped_shape(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> tuple[list[int], torch.dtype]:
+    """Return the shape and dtype of a matrix product in groups; the arguments are those of `torch._grouped_mm`."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.ndim == b.ndim:
+        shape.insert(0, a.shape[0] if offs is None else len(offs))
+    return shape, out_dtype or a.dtype
 
 
 def fake_mode() -> FakeMode:

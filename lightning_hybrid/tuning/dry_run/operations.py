@@ -30,6 +30,7 @@ from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivatio
 from lightning_hybrid.torch_internals import (
     ALL_GATHER,
     FLASH_ATTENTION,
+    GROUPED_PRODUCT,
     REDUCE_SCATTER,
     SCALED_DOT_PRODUCT,
     operator_name,
@@ -228,4 +229,6 @@ def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         # Each key head belongs to several query heads, which the formula of torch 2.11 does not support.
         query, key, value, *others = args
         args = query, *(each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value)), *others
+    if packet not in FLOPS and name == f"aten::{GROUPED_PRODUCT}":  # in a forward, each row is multiplied by one matrix
+        return int(2 * result.numel() * args[0].shape[-1])
     return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
