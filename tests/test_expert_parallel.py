@@ -135,6 +135,11 @@ def test_replicas_share_experts(ranks: Pools, family: str, layout: str) -> None:
     compare_family(ranks, layout, family)
 
 
+@pytest.mark.parametrize("family", daily(FAMILIES))
+def test_batched_products(ranks: Pools, family: str) -> None:
+    compare_family(ranks, "ep2_pp2", family, experts="batched_mm")
+
+
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
