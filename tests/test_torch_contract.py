@@ -243,6 +243,7 @@ def test_operators_are_there() -> None:
     collectives = internals.ALL_GATHER, internals.REDUCE_SCATTER
     assert [name for name in collectives if not hasattr(torch.ops.c10d, name)] == []
     assert internals.FLASH_ATTENTION in internals.FUSED_ATTENTIONS
+    assert internals.GROUPED_PRODUCT in internals.SCALED_PRODUCTS
 
 
 def test_operators_are_called_by_public_functions() -> None:

@@ -80,7 +80,8 @@ def test_all_of_a_parameter_is_what_a_dtensor_promises(ranks: Pools, rows: int, 
 
 def test_what_stands_for_no_zero_can_be_asked_for_the_same() -> None:
     public = {name for name in vars(ZeroParameters) if not name.startswith("_")} | {"keeps_layers"}
-    assert public == {name for name in vars(NoZero) if not name.startswith("_")} - {"reduces_each_backward"}
+    of_instances = {"reduces_each_backward", "computes_together"}
+    assert public == {name for name in vars(NoZero) if not name.startswith("_")} - of_instances
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def _train_on(fault: Fault, directory: Path) -> str:
         return ""
     try:
         checkpoint = torch.load(files[-1], weights_only=True)
-        tensors = 76 if fault.layout.experts > 1 else 36
+        tensors = 68 if fault.layout.experts > 1 else 36
         missing = len(checkpoint["state_dict"]) != tensors or not checkpoint["optimizer_states"][0]["state"]
     except Exception as error:
         return f"the checkpoint is broken: {error}"

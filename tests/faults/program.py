@@ -24,7 +24,6 @@ from lightning_hybrid import Faults, HybridStrategy
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.faults.fault import STALLS, Fault, Layout
 from tests.faults.forks import tell
-from tests.zoo.experts import Experts
 
 MARK = "fault"  # a file with the moment of the fault
 READY = "ready"  # the rank is where it is to be hit from outside
@@ -111,13 +110,27 @@ class Failing(torch.autograd.Function):
         return gradient, None
 
 
+class Experts(nn.Module):
+    """Matrices, of which each sample has one. Ranks are forked from this module, so it imports little."""
+
+    def __init__(self, num_experts: int, features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, features, features) / features)
+        self.bias = nn.Parameter(torch.randn(num_experts, features))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weight, bias = self.weight[top_k_index[:, 0]], self.bias[top_k_index[:, 0]]
+        return (torch.bmm(weight, hidden_states.unsqueeze(2)).squeeze(2) + bias) * top_k_weights
+
+
 class Routed(nn.Module):
     """A linear layer, then an expert for each sample."""
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
         self.router, self.down = nn.Linear(width, 4), nn.Linear(width, features)
-        self.experts = Experts(4, features, width)
+        self.experts = Experts(4, features)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.router(x).softmax(-1).topk(1)

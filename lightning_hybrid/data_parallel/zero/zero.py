@@ -464,7 +464,7 @@ class NoZero:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    open = close = abandon = follow = remove = unshard_layers = note_write = _nothing
+    open = close = abandon = follow = hook = remove = unshard_layers = note_write = _nothing
 
     # Most callers check `is_active` before these calls, because even an empty call takes time.
     forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing
