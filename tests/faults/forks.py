@@ -41,9 +41,11 @@ def fork(act: Callable[[], object], output: Path, **environment: str) -> int:
     finally:
         for worker in multiprocessing.active_children():  # as an interpreter ends them
             worker.terminate()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # a full disk also refuses the output; without this, the rank would run the code of its parent
+            os._exit(code)
 
 
 def _redirect(path: Path) -> None:
