@@ -29,7 +29,7 @@ STEPS, SAMPLES = 3, 16
 
 
 def _possible(subject: str, layout: str, schedule: str) -> bool:
-    """In context parallelism, attention of the user's own masks a part of the positions only."""
+    """Leave out `sparse_words` with context parallelism: its blocks build a mask of all positions inside the layer."""
     return allowed(subject, layout, schedule) and (subject != "sparse_words" or layout_of(layout).context == 1)
 
 
@@ -53,7 +53,7 @@ def test_own_code_in_float64(results: Results, case: Case) -> None:
 
 
 class Language(Experts):
-    """With an optimizer whose step depends on whether there is a gradient, even of zeros, and the norms of steps."""
+    """A model with AdamW, which treats a missing gradient differently from zeros. It records gradient norms."""
 
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
@@ -71,8 +71,8 @@ class Language(Experts):
 
 def trained(
     layout: Mapping[str, Any] | None, family: str, replicas: int, trainer: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[Result, list[float], list[tuple[int, ...]]]:
-    """Train; return the result, the gradient norms, and the shapes of the experts that this rank has."""
+) -> tuple[Result, list[float]]:
+    """Train, and return the result and the gradient norms."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     layout = layout and dict(layout)
     tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))
@@ -80,7 +80,7 @@ def trained(
         module = Language(family, replicas=1 if layout else replicas, **config)
         num_samples = SAMPLES // (replicas if layout else 1)
         result = train(module, layout, DataLoader(TensorDataset(tokens), num_samples), precision="64-true", **trainer)
-    return result, module.norms, []
+    return result, module.norms
 
 
 EP2: dict[str, Any] = {"data_parallel_size": 2, "expert_parallel_size": 2}
@@ -118,11 +118,11 @@ def compare_family(
     for axis in ("pipeline", "data", "tensor", "context"):
         size *= arguments.get(f"{axis}_parallel_size", 1)
     replicas = arguments["data_parallel_size"]
-    expected, norms, _ = trained(None, family, replicas, trainer or {}, config)
+    expected, norms = trained(None, family, replicas, trainer or {}, config)
     found = ranks(size, lightning=True).run(trained, arguments, family, replicas, trainer or {}, config, timeout=200.0)
     for *losses, loss in zip(*[result.losses for result, *_ in found], expected.losses, strict=True):
         assert sum(losses) / size == pytest.approx(loss, rel=rtol)  # replicas have losses of their own
-    for result, norms_of_rank, _ in found:
+    for result, norms_of_rank in found:
         assert_same(result.weights, expected.weights, rtol)
         assert norms_of_rank == pytest.approx(norms, rel=rtol)
 
@@ -204,7 +204,7 @@ def trained_in(layout: dict[str, Any], precision: str) -> Result:
     ],
 )
 def test_precision(ranks: Pools, precision: str, arguments: dict[str, Any]) -> None:
-    """As replicas that each have all experts, which the tests of precision compare with one process."""
+    """Compare with replicas that each hold all experts. Other tests compare such replicas with one process."""
     replicas = {"data_parallel_size": 2, **arguments}
     wholes = ranks(2, lightning=True).run(trained_in, replicas, precision)
     parts = ranks(2, lightning=True).run(trained_in, {**replicas, "expert_parallel_size": 2}, precision)

@@ -516,6 +516,7 @@ EXPERT_SUBJECTS: dict[str, Subject] = _named(
         Subject("one_sided", expert_zoo.OneSided),
         Subject("frozen_experts", expert_zoo.FrozenExperts),
         Subject("sparse_words", expert_zoo.SparseWords, trainer={"gradient_clip_val": 0.1}),
+        Subject("sparse_around", expert_zoo.SparseAround),
     ]
 )
 

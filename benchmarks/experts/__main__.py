@@ -1,4 +1,4 @@
-"""What do experts on several ranks cost and save? A Mixtral with `expert_parallel_size` against plain replicas."""
+"""Compare the time and memory of a Mixtral with `expert_parallel_size` to plain replicas."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ from lightning_hybrid.distributed.dtensor import (
     to_local,
 )
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.shard_groups import ShardGroups
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.stage_map import TensorStages
 
@@ -123,17 +124,10 @@ class GradientSync:
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
         # Each stage lacks gradients of parameters of several stages in every step.
         on_device = mesh.device_mesh.device_type != "cpu"
-        self._mask_groups = {
-            (ranks, of_rows): mesh.shared_parameter_group(ranks, of_rows=of_rows, backend="gloo")
-            for ranks in holders
-            for of_rows in (False, True)
-            if on_device
-        }
-        groups = {
-            ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_rows=True))
-            for ranks in holders
-        }
-        self._shared_by = [ranks for ranks, (group, _) in groups.items() if group is not None]
+        kinds = [(ranks, shards) for ranks in holders for shards in (None, mesh.zero, mesh.experts)]
+        self._mask_groups = {kind: mesh.shared_parameter_group(*kind, backend="gloo") for kind in kinds if on_device}
+        groups = {kind: mesh.shared_parameter_group(*kind) for kind in kinds}
+        self._shared_by = [ranks for ranks in holders if groups[ranks, None] is not None]
         # Placeholders are filtered out once here instead of in each step, because there may be thousands.
         self._parameters = [location for location in parameters if self._map.is_local(location)]
         own_buffers = (location.tensor for location in self._buffers if self._map.is_local(location))
@@ -177,14 +171,14 @@ class GradientSync:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
             shards = [location.tensor for location in shared if _is_reduced_in_parts(location.tensor)]
-            mask_group = self._mask_groups.get((ranks, True))
-            self._over_holders += self._summed(shards, self._group(ranks, of_rows=True), mask_group, averages=True)
+            mask_group = self._mask_groups.get((ranks, self._mesh.zero))
+            self._over_holders += self._summed(shards, self._group(ranks, self._mesh.zero), mask_group, averages=True)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
         self._parts = [tensor for tensor in parts.values() if isinstance(tensor, nn.Parameter)]
 
-    def _group(self, ranks: tuple[int, ...], *, of_rows: bool = False) -> ProcessGroup:
-        group = self._mesh.shared_parameter_group(ranks, of_rows=of_rows)
+    def _group(self, ranks: tuple[int, ...], shards: ShardGroups | None = None) -> ProcessGroup:
+        group = self._mesh.shared_parameter_group(ranks, shards)
         assert group is not None
         return group
 
@@ -207,6 +201,12 @@ class GradientSync:
         has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
         among_replicas = self._mesh.zero.control_group if has_mask else None
         made = self.zero.gradient_buckets(stage, parameters, among_replicas)
+        if any(map(_is_expert, parameters)):
+            experts = self._mesh.experts
+            rows_group = self._group(ranks, experts) if ranks else experts.rows_group
+            made.append(
+                self.zero.expert_buckets(stage, parameters, rows_group, self._mask_groups.get((ranks, experts)))
+            )
         if stage is not None and self.zero.reduces_each_backward:
             self._each_backward |= set(map(id, made))
         unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
@@ -214,7 +214,7 @@ class GradientSync:
             # Replicas that use different layers would start these at different times, so they start after the ordered
             # collectives.
             overlap = stage is not None and not any(map(_is_reduced_in_parts, parameters))
-            mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.gradient_group_size
+            mask_group, scale = self._mask_groups.get((ranks, None)), 1 / self._mesh.gradient_group_size
             made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
         return made
 
@@ -369,17 +369,18 @@ class GradientSync:
         if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
             broadcast_tensors(unshared, self._mesh.gradient_group)
-        of_rank = [each.tensor for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
-        if self._mesh.zero.rows_group_size > 1:
-            broadcast_tensors([to_local(each) for each in of_rank if is_gathered(each)], self._mesh.zero.rows_group)
-        if self._mesh.experts.rows_group_size > 1:
-            experts = [to_local(each) for each in of_rank if not is_gathered(each)]
-            broadcast_tensors(experts, self._mesh.experts.rows_group)
+        kinds = (self._mesh.zero, _is_reduced_in_parts), (self._mesh.experts, _is_expert)
+        for shards, is_kind in kinds:
+            rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_kind(each.tensor)]
+            if rows and shards.rows_group_size > 1:
+                broadcast_tensors(rows, shards.rows_group)
         for ranks in self._shared_by:
             shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
             broadcast_tensors(shared, self._group(ranks))
-            shards = [to_local(each.tensor) for each in own if each.ranks == ranks and is_shard(each.tensor)]
-            broadcast_tensors(shards, self._group(ranks, of_rows=True))
+            for shards, is_kind in kinds:
+                rows = [to_local(each.tensor) for each in own if each.ranks == ranks and is_kind(each.tensor)]
+                if rows:
+                    broadcast_tensors(rows, self._group(ranks, shards))
 
     def parameters_changed(self) -> None:
         """Record that parameters may have changed since the last evaluation step."""
@@ -426,6 +427,11 @@ class GradientSync:
 def _is_reduced_in_parts(parameter: Tensor) -> bool:
     """Return True if the gradient of a shard is reduced over its group first, and then over its rows group."""
     return isinstance(parameter, nn.Parameter) and is_shard(parameter) and is_gathered(parameter)
+
+
+def _is_expert(parameter: Tensor) -> bool:
+    """Return True if a parameter is a shard that layers compute with, of which a rank has the complete gradient."""
+    return isinstance(parameter, nn.Parameter) and is_shard(parameter) and not is_gathered(parameter)
 
 
 class Rest(NamedTuple):

@@ -344,7 +344,7 @@ class Mesh:
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
-        self, pipeline_ranks: Iterable[int], *, of_rows: bool = False, backend: str | None = None
+        self, pipeline_ranks: Iterable[int], shards: ShardGroups | None = None, *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Return the group of all ranks on several stages that have this rank's tensor rank.
 
@@ -352,16 +352,16 @@ class Mesh:
 
         Args:
             pipeline_ranks: The pipeline ranks of the group.
-            of_rows: If True, the group has only ranks with the same ZeRO shards. If False, it has ranks of all
-                replicas.
+            shards: :attr:`zero` or :attr:`experts`, for a group of ranks with the same shards. ``None`` for a group of
+                ranks of all replicas.
             backend: The backend of the group; ``None`` for the backend of the world.
 
         Returns:
             The group of this rank; ``None`` if this rank is not in a group.
         """
-        ranks = self.zero.by_shard(self._ranks[sorted(pipeline_ranks)])
-        rank_groups = ranks.permute(2, 4, 0, 1, 3).flatten(0, 1) if of_rows else ranks.permute(4, 0, 1, 2, 3)
-        reference = self._find_group(rank_groups.flatten(1), backend)
+        ranks = self._ranks[sorted(pipeline_ranks)]
+        by_rank = ranks.permute(3, 0, 1, 2) if shards is None else shards.by_rows(ranks)
+        reference = self._find_group(by_rank.flatten(1), backend)
         return None if reference is None else reference()
 
     def spans_machines(self, *pipeline_ranks: int) -> bool:

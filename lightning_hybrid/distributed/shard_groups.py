@@ -54,7 +54,7 @@ class ShardGroups:
         self.size = num_replicas if size is None else size
         self.rank = data_rank % self.size
         self.rows_group_size = num_replicas // self.size * num_context
-        by_shard = self.by_shard(ranks)
+        by_shard = self._by_shard(ranks)
         sharding = by_shard.permute(0, 1, 3, 4, 2).flatten(0, 3)
         self._group = make_group(sharding)
         self._control_group = make_group(sharding, "gloo") if num_replicas > 1 else None
@@ -62,13 +62,17 @@ class ShardGroups:
         if self.rows_group_size > 1 or has_rows_group:
             self._rows_group = make_group(by_shard.permute(0, 2, 4, 1, 3).flatten(0, 2).flatten(1))
 
-    def by_shard(self, ranks: Tensor) -> Tensor:
-        """Return ranks of some stages with the dimensions ``(pipeline, group, rank in it, context, tensor)``.
+    def _by_shard(self, ranks: Tensor) -> Tensor:
+        """Return ranks of some stages with the dimensions ``(pipeline, group, rank in it, context, tensor)``."""
+        return ranks.reshape(ranks.shape[0], -1, self.size, *ranks.shape[2:])
+
+    def by_rows(self, ranks: Tensor) -> Tensor:
+        """Return the groups of the ranks with equal shards on several stages, ``(groups, ranks of a group, ...)``.
 
         Args:
-            ranks: The global ranks, ``(pipeline, data, context, tensor)``.
+            ranks: The global ranks of these stages, ``(pipeline, data, context, tensor)``.
         """
-        return ranks.reshape(ranks.shape[0], -1, self.size, *ranks.shape[2:])
+        return self._by_shard(ranks).permute(2, 4, 0, 1, 3).flatten(0, 1)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -81,8 +81,8 @@ class TokenDispatch:
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the results of this rank's tokens."""
         module.num_experts = self._num_experts  # type: ignore[assignment]
-        sent = self._calls.pop()
-        if sent.routes is None or output is None:  # `None` after an exception
+        sent = self._calls.pop() if self._calls else None  # there is none if the tokens could not be sent
+        if sent is None or sent.routes is None or output is None:  # the output is `None` after an exception
             return output
         if not sent.routes.num_received:
             output = connected(output, [*sent.received, *self._parameters.values()])
@@ -93,9 +93,9 @@ class TokenDispatch:
     def _send(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         num_ranks, k = self._num_experts // self._num_local, index.shape[1]
         flat = index.reshape(-1)
-        rank = flat.div(self._num_local, rounding_mode="floor")
-        order = rank.argsort(stable=True)
-        routes = Routes.of(self._group, rank.bincount(minlength=num_ranks))
+        rank, order = flat.div(self._num_local, rounding_mode="floor").sort(stable=True)
+        ends = torch.arange(num_ranks + 1, device=rank.device)
+        routes = Routes.of(self._group, torch.searchsorted(rank, ends).diff())  # `bincount` would wait for the device
         local = (flat % self._num_local)[order].to(torch.int32)
         received = routes.exchange(hidden[order.div(k, rounding_mode="floor")], local, weights.reshape(-1)[order])
         self._calls.append(_Sent(routes, order, index.shape, (received[0], received[2])))
@@ -133,4 +133,4 @@ def hook_experts(experts: Iterable[nn.Module], zero: ZeroParameters, group: Grou
             name: zero.parameters[id(shard)].unsharded for name, shard in module._parameters.items() if is_shard(shard)
         }
         if parameters:
-            zero.hook(dispatch_tokens(module, parameters, group))
+            zero.add_hooks(dispatch_tokens(module, parameters, group))

@@ -334,7 +334,7 @@ def test_ranks_with_equal_shards_of_a_parameter_of_several_stages() -> None:
     for rank, expected in {0: [0, 2, 4, 6], 7: [1, 3, 5, 7]}.items():
         with fake_world(rank, 8), fake_gloo():
             mesh = Mesh(Sizes(4, 1, 2), zero_size=2)
-            group = mesh.shared_parameter_group((0, 1), of_rows=True)
+            group = mesh.shared_parameter_group((0, 1), mesh.zero)
             assert group is not None
             assert dist.get_process_group_ranks(group) == expected
 
@@ -498,8 +498,8 @@ def test_with_weights_that_both_ends_hold_a_rank_has_eight_communicators(rank: i
             mesh = Mesh(Sizes(64, 8, 8))
             make_channels(mesh, Placement.in_turns(8), torch.device("cuda"), dynamic_shapes=False)
             for backend in (None, "gloo"):
-                for of_rows in (False, True):
-                    mesh.shared_parameter_group((0, 7), of_rows=of_rows, backend=backend)
+                for shards in (None, mesh.zero):
+                    mesh.shared_parameter_group((0, 7), shards, backend=backend)
         assert len(calls.communicators) == 8
         assert len(calls.splits) + len(calls.lazy) + len(calls.gloo) <= 15
 

@@ -36,7 +36,7 @@ def rows_of(rank: int, counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def exchanged(counts: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a rank receives, and its gradients, if a received row on rank r has the gradient r + 1."""
+    """Return the rows that this rank receives, and the gradients of its rows; a row has gradient r + 1 on rank r."""
     rank = dist.get_rank()
     wide, number, narrow = rows_of(rank, counts)
     routes = Routes.of(group(), torch.tensor(counts[rank]))

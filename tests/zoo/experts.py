@@ -109,3 +109,14 @@ class SparseWords(Words):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class SparseAround(SparseLayers):
+    """A layer with experts that is called before the other layers and after them."""
+
+    def build(self) -> None:
+        super().build()
+        self.around = Sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.body(self.around(x)))

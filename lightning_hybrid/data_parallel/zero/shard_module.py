@@ -44,11 +44,11 @@ def shard_module(
     for parameter in [each for each in module.parameters() if not each.is_meta]:
         if is_zero_sharded(parameter):
             continue
-        if parameter.device != device:
-            parameter.data = parameter.data.to(device)
         is_expert = any(owner in experts for owner, _ in owners[id(parameter)])
         if not is_expert and not shards_others:
             continue
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
         broadcast_tensors([to_local(parameter)], mesh.data_group)
         groups = mesh.experts if is_expert else mesh.zero
         own = shard(parameter, mesh.shard_mesh(groups), groups.rank, groups.size, gathers=not is_expert)

@@ -191,27 +191,45 @@ class ZeroParameters:
     def gradient_buckets(
         self, stage: int | None, parameters: Sequence[nn.Parameter], mask_group: ProcessGroup | None
     ) -> list[GradientBuckets]:
-        """Return buckets for the gradients of the sharded parameters among some parameters.
+        """Return buckets for the gradients of the gathered parameters among some parameters.
 
-        Gradients of gathered parameters are averaged over the group that shards them, and must then be averaged over
-        the rows group. Gradients of experts are complete: they include the tokens of the whole group.
+        They are averaged over the group that shards these parameters, and must then be averaged over the rows group.
 
         Args:
             stage: The only stage with the parameters, if there is one.
             parameters: The parameters, in the order of the model.
             mask_group: As for :class:`GradientBuckets`.
         """
-        made, shards = [], [parameter for parameter in parameters if is_shard(parameter)]
-        if gathered := [shard for shard in shards if is_gathered(shard)]:
-            group, scale = self._zero.group, 1 / self._zero.size
-            made.append(self._gradients.buckets(stage, gathered, group, scale=scale, mask_group=mask_group))
-        if own := [shard for shard in shards if not is_gathered(shard)]:
-            group, scale = self._experts.rows_group, 1 / (self._experts.size * self._experts.rows_group_size)
-            made.append(self._gradients.buckets(stage, own, group, scale=scale))
-        return made
+        gathered = [each for each in parameters if is_shard(each) and is_gathered(each)]
+        if not gathered:
+            return []
+        scale = 1 / self._zero.size
+        return [self._gradients.buckets(stage, gathered, self._zero.group, scale=scale, mask_group=mask_group)]
 
-    def hook(self, handles: Iterable[RemovableHandle]) -> None:
-        """Remove these handles at the end of the run, too."""
+    def expert_buckets(
+        self,
+        stage: int | None,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        mask_group: ProcessGroup | None,
+    ) -> GradientBuckets:
+        """Return buckets for the gradients of the experts among some parameters.
+
+        The gradients of a rank include the tokens of all ranks over which the experts are sharded, so they are summed
+        only over the ranks with the same experts.
+
+        Args:
+            stage: The only stage with the parameters, if there is one.
+            parameters: The parameters, in the order of the model; some are experts.
+            group: The ranks with the same experts, on all stages that hold them.
+            mask_group: As for :class:`GradientBuckets`.
+        """
+        experts = [each for each in parameters if is_shard(each) and not is_gathered(each)]
+        scale = 1 / (self._experts.size * self._experts.rows_group_size)
+        return self._gradients.buckets(stage, experts, group, scale=scale, mask_group=mask_group)
+
+    def add_hooks(self, handles: Iterable[RemovableHandle]) -> None:
+        """Add hooks of other code, which are removed with the hooks of this object."""
         self._handles += handles
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -458,13 +476,17 @@ class NoZero:
         assert not any(map(is_shard, parameters))
         return []
 
+    def expert_buckets(self, *_: Any) -> GradientBuckets:
+        """Raise an error, because no parameters are sharded over replicas."""
+        raise AssertionError
+
     def unsharded(self, parameter: Tensor) -> None:
         """Return ``None``, because no parameter is sharded."""
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    open = close = abandon = follow = hook = remove = unshard_layers = note_write = _nothing
+    open = close = abandon = follow = add_hooks = remove = unshard_layers = note_write = _nothing
 
     # Most callers check `is_active` before these calls, because even an empty call takes time.
     forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing

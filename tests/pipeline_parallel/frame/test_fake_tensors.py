@@ -17,7 +17,7 @@ grouped_mm = getattr(torch, "_grouped_mm", None)
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_groups(a: tuple[int, ...], b: tuple[int, ...], has_ends: bool, dtype: torch.dtype) -> None:
-    """As many rows, columns or features in each of three groups."""
+    """Compare shapes with values and without: three groups of equal size, in rows, columns or features."""
     lengths = {6: [2, 4, 6], 24: [8, 16, 24]}
     ends = torch.tensor(lengths[24 if 24 in a + b else 6], dtype=torch.int32) if has_ends else None
     one, other = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
