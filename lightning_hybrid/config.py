@@ -413,6 +413,7 @@ class HybridConfig:
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
     zero_size: int | None = None
     expert_parallel_size: int = 1
+    expert_parallel: Literal["data", "tensor"] = "data"
     recompute: bool | int | float | str | list[int] | list[str] = field(
         default=False, metadata={"advice": ", such as True, 'selective' or 4"}
     )
@@ -438,6 +439,11 @@ class HybridConfig:
             raise ValueError(f"zero_size must be at least 2, got {self.zero_size}. [LH103]")
         if self.expert_parallel_size < 1:
             raise ValueError(f"expert_parallel_size must be at least 1, got {self.expert_parallel_size}. [LH103]")
+        if self.expert_parallel == "tensor" and self.expert_parallel_size > 1:
+            raise ValueError(
+                f"expert_parallel='tensor' shards experts over the tensor-parallel ranks, but expert_parallel_size="
+                f"{self.expert_parallel_size} shards them over replicas. Remove one of the two. [LH146]"
+            )
 
     def changed(self: _Config, arguments: Mapping[str, Any]) -> _Config:
         """Return a copy with other values.

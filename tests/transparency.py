@@ -98,7 +98,7 @@ class Layout:
     partition: str = "uniform"
     zero: int = 0
     zero_size: int | None = None
-    experts: int = 1
+    experts: int | str = 1
     reshards: bool | str = "auto"
     recompute: bool | str = False
     context: int = 1
@@ -543,6 +543,14 @@ EXPERT_LAYOUTS: dict[str, Layout] = _named(
         Layout("ep2_cp2_ring_zero1", context=2, context_kind="ring", data=2, experts=2, zero=1),
         Layout("ep2_pp2_tp2", pipeline=2, tensor=2, data=2, microbatches=2, experts=2),
         Layout("ep2_pp2_of4", pipeline=2, data=4, microbatches=2, experts=2),
+        Layout("tensor_ep2", tensor=2, experts="tensor"),
+        Layout("tensor_ep4_m3", tensor=4, microbatches=3, experts="tensor"),
+        Layout("tensor_ep2_sequence", tensor=2, sequence_parallel=True, experts="tensor"),
+        Layout("tensor_ep2_dp2", tensor=2, data=2, rank_order="tp-dp-pp", experts="tensor"),
+        *(Layout(f"tensor_ep2_zero{stage}", tensor=2, data=2, zero=stage, experts="tensor") for stage in (1, 2, 3)),
+        Layout("tensor_ep2_pp2", tensor=2, pipeline=2, microbatches=4, experts="tensor"),
+        Layout("tensor_ep2_pp2_chunks2", tensor=2, pipeline=2, chunks=2, microbatches=4, experts="tensor"),
+        Layout("tensor_ep2_cp2", tensor=2, context=2, experts="tensor"),
     ]
 )
 
@@ -796,7 +804,8 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
         "partition": layout.partition,
         "zero_stage": layout.zero,
         "zero_size": layout.zero_size,
-        "expert_parallel_size": layout.experts,
+        "expert_parallel_size": 1 if layout.experts == "tensor" else layout.experts,
+        "expert_parallel": "tensor" if layout.experts == "tensor" else "data",
         "tuning": Tuning(reshard_after_forward=layout.reshards),
         "recompute": layout.recompute,
         "context_parallel_size": layout.context,

@@ -201,17 +201,23 @@ ERRORS = {
         " parallelism](../concepts/expert-parallel.md).",
     ),
     "LH143": Entry(
-        "`expert_parallel_size` shards experts over replicas, but the model has no module with experts that can be"
-        " sharded.",
+        "`expert_parallel_size` or `expert_parallel` shards experts, but the model has no module with experts that can"
+        " be sharded.",
         "Write the experts in the [form that can be"
-        " sharded](../concepts/expert-parallel.md#which-modules-are-sharded), or remove `expert_parallel_size`.",
+        " sharded](../concepts/expert-parallel.md#which-modules-are-sharded), or remove the argument.",
     ),
     "LH144": Entry(
-        "Each rank holds equally many experts of a layer, but their number is not divisible by `expert_parallel_size`.",
-        "Set `expert_parallel_size` to a divisor of the number of experts.",
+        "Each rank holds equally many experts of a layer, but their number is not divisible by the number of ranks.",
+        'Set `expert_parallel_size`, or `tensor_parallel_size` with `expert_parallel="tensor"`, to a divisor of the'
+        " number of experts.",
     ),
     "LH145": Entry(
-        "With `expert_parallel_size`, a parameter of experts is used under several names.",
-        "Give each module experts of its own, or remove `expert_parallel_size`.",
+        "Experts are sharded, but one of their parameters is used under several names.",
+        "Give each module experts of its own, or remove `expert_parallel_size` and `expert_parallel`.",
+    ),
+    "LH146": Entry(
+        '`expert_parallel="tensor"` shards experts over tensor-parallel ranks, and `expert_parallel_size` shards them'
+        " over replicas.",
+        "Remove one of the two.",
     ),
 }

@@ -7,7 +7,6 @@ forward, because the module may be called at any time of a run, also outside of 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.zero import OwnHook, ZeroParameters
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.expert_parallel.exchange import Routes, connected
+from lightning_hybrid.expert_parallel.exchange import Routes
+from lightning_hybrid.tensor_parallel.experts import Tokens, connected
 
 
 class _Sent(NamedTuple):
@@ -63,20 +63,18 @@ class TokenDispatch:
         self._parameters, self._group = parameters, group
         self._num_experts: int = module.num_experts  # type: ignore[assignment]
         self._num_local = self._num_experts // group().size()
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:4]
         self._calls: list[_Sent] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Replace the tokens of this rank by the tokens of its experts."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        hidden, index, weights = (given.pop(name) for name in self._names)
+        hidden, index, weights, others = Tokens.of(module, args, kwargs)
         if all(module._parameters[name] is parameter for name, parameter in self._parameters.items()):
             hidden, index, weights = self._send(hidden, index, weights)
         else:
             self._calls.append(_Sent(None, index, index.shape, ()))
             index = index % self._num_local
         module.num_experts = self._num_local  # type: ignore[assignment]
-        return (hidden, index, weights), given
+        return (hidden, index, weights), others
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the results of this rank's tokens."""

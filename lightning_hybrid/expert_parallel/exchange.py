@@ -116,33 +116,3 @@ class _Exchange(torch.autograd.Function):
         needed = [index for index, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
         moved = dict(zip(needed, ctx.routes.back.move([gradients[index] for index in needed]), strict=True))
         return None, *map(moved.get, range(len(gradients)))
-
-
-class _Connected(torch.autograd.Function):
-    """A tensor whose backward also reaches other tensors, with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """Return the tensor."""
-        ctx.save_for_backward(*others)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient, and zeros for the other tensors that need a gradient."""
-        needs = ctx.needs_input_grad[1:]
-        zeros = [torch.zeros_like(each) if need else None for each, need in zip(ctx.saved_tensors, needs, strict=True)]
-        return gradient, *zeros
-
-
-def connected(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return a tensor whose backward also reaches other tensors, with zeros as gradients.
-
-    A rank without tokens must take part in the exchanges of backward, although nothing was computed from the tokens.
-
-    Args:
-        tensor: The tensor.
-        others: The other tensors.
-    """
-    return _Connected.apply(tensor, *others)  # type: ignore[no-untyped-call, no-any-return]

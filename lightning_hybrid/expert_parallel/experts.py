@@ -6,57 +6,41 @@ their parameters and by the arguments of their forward, as transformers writes t
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
 
-_INDEX, _WEIGHT = ("index", "indices"), ("weight",)
+from lightning_hybrid.tensor_parallel.experts import is_experts
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return True if each row of a module's parameters belongs to an expert, and its forward receives the experts.
-
-    The forward takes the hidden states of tokens, ``(tokens, features)``; the experts of each token, ``(tokens, k)``;
-    and the weights of their results, ``(tokens, k)``::
-
-        class Experts(nn.Module):  # num_experts, gate_up_proj (experts, ...), down_proj (experts, ...)
-            def forward(self, hidden_states, top_k_index, top_k_weights): ...
-    """
-    count = getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
-    if not isinstance(count, int) or not own or any(each.ndim < 2 or len(each) != count for each in own):
-        return False
-    names = list(inspect.signature(type(module).forward).parameters)[1:4]
-    return len(names) == 3 and names[1].endswith(_INDEX) and any(word in names[2] for word in _WEIGHT)
-
-
-def find_experts(module: nn.Module, num_ranks: int) -> dict[str, nn.Module]:
+def find_experts(module: nn.Module, num_ranks: int, axis: str = "data") -> dict[str, nn.Module]:
     """Return the modules with experts that can be sharded over some ranks, by name.
 
     Args:
         module: The user's module.
         num_ranks: The number of ranks.
+        axis: The axis of the ranks: ``"data"`` or ``"tensor"``.
 
     Raises:
         ValueError: If there are none, if the number of experts is not divisible by the number of ranks, or if a
             parameter is shared by several modules.
     """
     found = {name: part for name, part in module.named_modules() if is_experts(part)}
-    argument = f"expert_parallel_size={num_ranks}"
+    size_argument = "tensor_parallel_size" if axis == "tensor" else "expert_parallel_size"
+    argument = f"{size_argument}={num_ranks}" + (" with expert_parallel='tensor'" if axis == "tensor" else "")
     if not found:
         raise ValueError(
             f"{argument} shards experts, but {type(module).__name__} has no module with experts that can be sharded."
             " Such a module has an attribute `num_experts`, parameters whose first dimension is `num_experts`, and"
             " forward(self, hidden_states, top_k_index, top_k_weights). Change the experts to this form, or remove"
-            " expert_parallel_size. [LH143]"
+            f" {'expert_parallel' if axis == 'tensor' else size_argument}. [LH143]"
         )
     for name, part in found.items():
         if part.num_experts % num_ranks:
             raise ValueError(
                 f"{argument} does not divide the number of experts of {name!r}, which is {part.num_experts}. Set"
-                " expert_parallel_size to a divisor of the number of experts. [LH144]"
+                f" {size_argument} to a divisor of the number of experts. [LH144]"
             )
     _check_shared(module, found)
     return found
@@ -85,6 +69,6 @@ def _check_shared(module: nn.Module, found: dict[str, nn.Module]) -> None:
         owners = {each.rpartition(".")[0] for each in (name, earlier)}
         if earlier != name and owners & set(found):
             raise ValueError(
-                f"The parameters {earlier!r} and {name!r} are the same, so their experts cannot be sharded over"
-                " replicas. Give each module experts of its own, or remove expert_parallel_size. [LH145]"
+                f"The parameters {earlier!r} and {name!r} are the same, so their experts cannot be sharded."
+                " Give each module experts of its own, or do not shard experts. [LH145]"
             )

@@ -24,10 +24,10 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, unsharded_shape
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
-from lightning_hybrid.expert_parallel.experts import is_experts
 from lightning_hybrid.memory import account
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
+from lightning_hybrid.tensor_parallel.experts import is_experts
 
 _MASTER_BYTES = torch.float32.itemsize
 

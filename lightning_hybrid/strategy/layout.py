@@ -25,6 +25,7 @@ from lightning_hybrid.config import Settings, UserPlan
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
+from lightning_hybrid.expert_parallel.experts import find_experts
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement, find_schedule
@@ -444,6 +445,7 @@ def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
         ValueError: If layers cannot be sharded as the user requests.
     """
     requested = requested_plan(module, settings)
+    experts = find_experts(module, size, "tensor") if settings.expert_parallel == "tensor" else ()
     return make_plan(
         module,
         requested,
@@ -451,6 +453,7 @@ def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
         sequence_parallel=settings.sequence_parallel,
         arrangement=arrange(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth),
         axes=stage_axes(settings.axis_order),
+        experts=experts,
     )
 
 

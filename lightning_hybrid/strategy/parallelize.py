@@ -292,22 +292,24 @@ class ModuleParallelizer:
     def _plan_tensor_parallel(self) -> None:
         size = self._mesh.sizes.tensor
         settings = self._settings
-        how = settings.tensor_parallel_mode, settings.tensor_parallel_depth
+        how = settings.tensor_parallel_mode, settings.tensor_parallel_depth, settings.expert_parallel
         requested = size, settings.tensor_parallel_plan, settings.sequence_parallel, *how
         known: Plan | None
         before, known = vars(self._module).get(_PLAN, (None, None))
         self._was_parallelized = known is not None
         if known is None and size == 1:
             plan = self._settings.tensor_parallel_plan
+            if settings.expert_parallel == "tensor":
+                agree(lambda: find_experts(self._module, 1, "tensor"))
             if isinstance(plan, Mapping):
                 agree(lambda: check_names(self._module, plan, stage_axes(self._settings.axis_order)))
             return
         if known is not None and before != requested:
             raise ValueError(
                 f"An earlier run sharded {type(self._module).__name__} with (tensor_parallel_size,"
-                f" tensor_parallel_plan, sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before},"
-                f" but this run needs {requested}. After the earlier run, call `trainer.strategy.gather_module()` to"
-                " gather the module. [LH318]"
+                " tensor_parallel_plan, sequence_parallel, tensor_parallel_mode, tensor_parallel_depth,"
+                f" expert_parallel) = {before}, but this run needs {requested}. After the earlier run, call"
+                " `trainer.strategy.gather_module()` to gather the module. [LH318]"
             )
         self.plan = known
         if known is None:

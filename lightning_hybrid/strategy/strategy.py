@@ -158,6 +158,9 @@ class HybridStrategy(ReplicaCollectives):
             sharded. Each rank holds its share of the experts of a layer, and tokens are sent to the ranks that hold
             their experts. The number must divide the number of replicas, and the number of experts. All other layers
             stay as they are.
+        expert_parallel: Ranks over which experts are sharded. ``"data"`` shards them over `expert_parallel_size`
+            replicas. ``"tensor"`` shards them over the tensor-parallel ranks, which have the same tokens: each rank
+            computes its experts, and the results are summed. ``"tensor"`` requires ``expert_parallel_size=1``.
         recompute: Layers to which activation checkpointing is applied. The activations of these layers are not stored
             in the forward pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also
             selects every layer, but stores the results of matrix multiplications and attention. An int sets how many

@@ -143,6 +143,7 @@ def make_plan(
     sequence_parallel: bool,
     arrangement: Arrangement | None = None,
     axes: Sequence[str] = STAGE_AXES,
+    experts: Iterable[str] = (),
 ) -> Plan:
     """Resolve a plan. The module does not change.
 
@@ -157,6 +158,7 @@ def make_plan(
         sequence_parallel: True if activations in the plan's sequence regions are sharded along the sequence.
         arrangement: The arrangement of the ranks; a line by default.
         axes: The axes of the ranks that hold one stage, from the outermost on. Layouts name these axes.
+        experts: The names of modules that have the style ``"experts"`` if the user's plan does not name them.
 
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, a layer cannot have its style, styles or
@@ -171,6 +173,9 @@ def make_plan(
         styles, reasons = auto_plan(module, size, mode, sequence_parallel=sequence_parallel)
     else:
         styles = _expand(module, requested, axes)
+    for name in experts:
+        styles.setdefault(name, "experts")
+        reasons.pop(name, None)
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)

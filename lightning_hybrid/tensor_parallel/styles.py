@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
+from lightning_hybrid.tensor_parallel.experts import ParallelExperts, is_experts
 from lightning_hybrid.tensor_parallel.layers import parallelize_layer
 from lightning_hybrid.tensor_parallel.layouts.placed_layer import PlacedLayer
 from lightning_hybrid.torch_internals import gradient_hooks
@@ -144,6 +145,11 @@ class Style:
                 return f"has {layer.num_heads} heads, which cannot be divided over {parts} ranks"
             if layer.bias_k is not None or layer.add_zero_attn:
                 return "uses add_bias_kv or add_zero_attn, which cannot be sharded"
+        if self.mixin is ParallelExperts and not is_experts(layer):
+            return (
+                "has no attribute `num_experts` with parameters of this many rows and"
+                " forward(self, hidden_states, top_k_index, top_k_weights)"
+            )
         for split in self.param_splits(layer):
             owner, _, name = split.path.rpartition(".")
             holder = layer.get_submodule(owner)
@@ -191,6 +197,10 @@ def _attention(layer: nn.Module) -> list[ParamSplit]:
     return [*splits, ParamSplit("out_proj.weight", 1)]
 
 
+def _experts(layer: nn.Module) -> list[ParamSplit]:
+    return [ParamSplit(name, 0) for name, _ in layer.named_parameters(recurse=False)]
+
+
 def _column(blocks: int = 1, *, gather_output: bool = False) -> Style:
     attributes = {"gather_output": gather_output, "input_is_gathered": False, "is_transposed": False}
     return Style((nn.Linear,), layers.ColumnParallelLinear, _weight_and_bias(0, blocks), attributes)
@@ -216,6 +226,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style((nn.Embedding,), layers.VocabParallelEmbedding, _weight_and_bias(0)),
     "vocab_head": Style((nn.Linear,), layers.VocabParallelHead, _weight_and_bias(0)),
     "colwise_embedding": Style((nn.Embedding,), layers.ColumnParallelEmbedding, _weight_and_bias(1)),
+    "experts": Style((nn.Module,), ParallelExperts, _experts),
     "divide": Style((nn.Module,), layers.DividedNumbers),
     "local_rng": Style((nn.Module,), layers.LocalRandomNumbers),
     "narrow_input": Style((nn.Module,), layers.NarrowInput),
