@@ -31,7 +31,7 @@ from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
-from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
+from lightning_hybrid.data_parallel.zero.param import is_expert, is_gathered, is_shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import (
     is_tensor_parallel,
@@ -124,7 +124,7 @@ class GradientSync:
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
         # Each stage lacks gradients of parameters of several stages in every step.
         on_device = mesh.device_mesh.device_type != "cpu"
-        kinds = [(ranks, shards) for ranks in holders for shards in (None, mesh.zero, mesh.experts)]
+        kinds = [(ranks, shards) for ranks in holders for shards in (None, *mesh.shard_groups)]
         self._mask_groups = {kind: mesh.shared_parameter_group(*kind, backend="gloo") for kind in kinds if on_device}
         groups = {kind: mesh.shared_parameter_group(*kind) for kind in kinds}
         self._shared_by = [ranks for ranks in holders if groups[ranks, None] is not None]
@@ -164,15 +164,17 @@ class GradientSync:
                 self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
             of_stages = [location for location in unshared if len(location.stages) > 1]
             self._after_backward += self._averaged(of_stages, data_group)
-        if self._mesh.zero.rows_group_size > 1:
-            rows = [location.tensor for location in unshared if _is_reduced_in_parts(location.tensor)]
-            self._over_holders += self._summed(rows, self._mesh.zero.rows_group, averages=True)
+        for shards in self._mesh.shard_groups:
+            rows = [location.tensor for location in unshared if self._is_reduced_in_parts(location.tensor, shards)]
+            if shards.rows_group_size > 1:
+                self._over_holders += self._summed(rows, shards.rows_group, scale=1 / shards.rows_group_size)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
-            shards = [location.tensor for location in shared if _is_reduced_in_parts(location.tensor)]
-            mask_group = self._mask_groups.get((ranks, self._mesh.zero))
-            self._over_holders += self._summed(shards, self._group(ranks, self._mesh.zero), mask_group, averages=True)
+            for shards in self._mesh.shard_groups:
+                rows = [location.tensor for location in shared if self._is_reduced_in_parts(location.tensor, shards)]
+                mask_group, scale = self._mask_groups.get((ranks, shards)), 1 / shards.rows_group_size
+                self._over_holders += self._summed(rows, self._group(ranks, shards), mask_group, scale=scale)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
         self._parts = [tensor for tensor in parts.values() if isinstance(tensor, nn.Parameter)]
@@ -199,9 +201,8 @@ class GradientSync:
         """
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
         has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
-        among_replicas = self._mesh.zero.control_group if has_mask else None
-        made = self.zero.gradient_buckets(stage, parameters, among_replicas)
-        if any(map(_is_expert, parameters)):
+        made = self.zero.gradient_buckets(stage, parameters, has_mask=has_mask)
+        if any(map(_has_own_gradient, parameters)):
             experts = self._mesh.experts
             rows_group = self._group(ranks, experts) if ranks else experts.rows_group
             made.append(
@@ -213,7 +214,7 @@ class GradientSync:
         if unsharded:
             # Replicas that use different layers would start these at different times, so they start after the ordered
             # collectives.
-            overlap = stage is not None and not any(map(_is_reduced_in_parts, parameters))
+            overlap = stage is not None and not any(is_shard(each) and is_gathered(each) for each in parameters)
             mask_group, scale = self._mask_groups.get((ranks, None)), 1 / self._mesh.gradient_group_size
             made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
         return made
@@ -224,14 +225,22 @@ class GradientSync:
         group: ProcessGroup,
         mask_group: ProcessGroup | None = None,
         *,
-        averages: bool = False,
+        scale: float = 1.0,
     ) -> list[GradientBuckets]:
-        """Return buckets that sum gradients over a group, and if requested average them over the rows group."""
+        """Return buckets that multiply gradients by a factor, and sum them over a group."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             return []
-        scale = 1 / self._mesh.zero.rows_group_size if averages else 1.0
         return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
+
+    def _is_sharded_over(self, parameter: Tensor, groups: ShardGroups) -> bool:
+        """Return True if replicas shard a parameter over these groups."""
+        own = self._mesh.experts if is_expert(parameter) else self._mesh.zero
+        return is_shard(parameter) and groups is own
+
+    def _is_reduced_in_parts(self, parameter: Tensor, groups: ShardGroups) -> bool:
+        """Return True if the gradient of a shard is reduced over its group first, and then over its rows group."""
+        return self._is_sharded_over(parameter, groups) and is_gathered(parameter)
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Return True if this rank counts the parameter, or its shard of the parameter, in the gradient norm."""
@@ -369,16 +378,17 @@ class GradientSync:
         if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
             broadcast_tensors(unshared, self._mesh.gradient_group)
-        kinds = (self._mesh.zero, _is_reduced_in_parts), (self._mesh.experts, _is_expert)
-        for shards, is_kind in kinds:
-            rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_kind(each.tensor)]
+        for shards in self._mesh.shard_groups:
+            of_kind = [each for each in own if self._is_sharded_over(each.tensor, shards)]
+            rows = [to_local(each.tensor) for each in of_kind if len(each.ranks) == 1]
             if rows and shards.rows_group_size > 1:
                 broadcast_tensors(rows, shards.rows_group)
         for ranks in self._shared_by:
             shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
             broadcast_tensors(shared, self._group(ranks))
-            for shards, is_kind in kinds:
-                rows = [to_local(each.tensor) for each in own if each.ranks == ranks and is_kind(each.tensor)]
+            for shards in self._mesh.shard_groups:
+                of_kind = [each for each in own if self._is_sharded_over(each.tensor, shards)]
+                rows = [to_local(each.tensor) for each in of_kind if each.ranks == ranks]
                 if rows:
                     broadcast_tensors(rows, self._group(ranks, shards))
 
@@ -424,14 +434,9 @@ class GradientSync:
         self.release_parameters()
 
 
-def _is_reduced_in_parts(parameter: Tensor) -> bool:
-    """Return True if the gradient of a shard is reduced over its group first, and then over its rows group."""
-    return isinstance(parameter, nn.Parameter) and is_shard(parameter) and is_gathered(parameter)
-
-
-def _is_expert(parameter: Tensor) -> bool:
+def _has_own_gradient(parameter: nn.Parameter) -> bool:
     """Return True if a parameter is a shard that layers compute with, of which a rank has the complete gradient."""
-    return isinstance(parameter, nn.Parameter) and is_shard(parameter) and not is_gathered(parameter)
+    return is_shard(parameter) and not is_gathered(parameter)
 
 
 class Rest(NamedTuple):

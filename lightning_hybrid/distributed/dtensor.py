@@ -44,6 +44,8 @@ from lightning_hybrid.torch_internals import (
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 REPLICAS = "data_parallel"  # the mesh axis of the replicas, last in each mesh over which ZeRO shards
+EXPERTS = "expert_parallel"  # the mesh axis of the replicas with different experts, before `REPLICAS`
+_OVER_REPLICAS = {REPLICAS, EXPERTS}
 
 
 def copy_attributes(old: Tensor, new: Tensor) -> None:
@@ -102,7 +104,7 @@ def is_tensor_parallel(tensor: object) -> bool:
         return False
     axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
     return any(
-        axis != REPLICAS and not placement.is_replicate()
+        axis not in _OVER_REPLICAS and not placement.is_replicate()
         for axis, placement in zip(axes, tensor.placements, strict=True)
     )
 
@@ -117,7 +119,9 @@ def is_first_copy(tensor: Tensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate() or ()
     axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
     placements = zip(axes, tensor.placements, coordinate, strict=True)
-    return all(rank == 0 for axis, placement, rank in placements if axis != REPLICAS and placement.is_replicate())
+    return all(
+        rank == 0 for axis, placement, rank in placements if axis not in _OVER_REPLICAS and placement.is_replicate()
+    )
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -281,13 +285,14 @@ def distribute_like(value: Any, parameter: Tensor) -> Any:
         return value
     if value.shape != parameter.shape:
         return value
-    if is_zero_sharded(parameter) and isinstance(placement := parameter.placements[-1], Shard):
-        part: Any = value.to(parameter.device)
-        if parameter.device_mesh.ndim > 1:
-            part = _distribute(part, _without_replicas(parameter), parameter.placements[:-1]).to_local()
-        shards = part.chunk(parameter.device_mesh.size(-1), placement.dim)
-        rank = parameter.device_mesh.get_local_rank(REPLICAS)
-        own = shards[rank] if rank < len(shards) else part.narrow(placement.dim, 0, 0)
+    if is_zero_sharded(parameter) and isinstance(parameter.placements[-1], Shard):
+        mesh, own = parameter.device_mesh, value.to(parameter.device)
+        others = _without_replicas(parameter)
+        if others:
+            own = to_local(_distribute(own, mesh[tuple(others)], tuple(others.values())))
+        for axis, placement in _over_replicas(parameter).items():
+            shards, rank = own.chunk(mesh[axis].size(), placement.dim), mesh.get_local_rank(axis)
+            own = shards[rank] if rank < len(shards) else own.narrow(placement.dim, 0, 0)
         return _like(_copied(own), parameter)
     shard = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return from_shard(_copied(to_local(shard)), shard.device_mesh, shard.placements, value)
@@ -381,9 +386,10 @@ def full_tensor(value: Any) -> Any:
     if not is_zero_sharded(value) or value.placements[-1].is_partial():
         return _gather(there)
     local = all_gather_zero(there)
-    if value.device_mesh.ndim == 1:
+    others = _without_replicas(value)
+    if not others:
         return local
-    return _gather(from_shard(local, _without_replicas(value), value.placements[:-1], value))
+    return _gather(from_shard(local, value.device_mesh[tuple(others)], tuple(others.values()), value))
 
 
 def _gather(tensor: DTensor) -> Tensor:
@@ -406,23 +412,40 @@ def _gather_there(tensor: DTensor) -> Tensor:
         return _from_local(to_local(tensor), spec).full_tensor()
 
 
-def _without_replicas(tensor: DTensor) -> DeviceMesh:
-    """Return the mesh axes of a tensor except the axis of the replicas."""
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tensor.device_mesh[names[:-1]]
+def _placements(tensor: DTensor) -> dict[str, Placement]:
+    """Return the placements of a tensor by the name of the mesh axis."""
+    return dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+
+
+def _over_replicas(tensor: DTensor) -> dict[str, Shard]:
+    """Return the axes over which replicas shard a tensor, from the outermost on, with the placements."""
+    return {
+        axis: placement
+        for axis, placement in _placements(tensor).items()
+        if axis in _OVER_REPLICAS and isinstance(placement, Shard)
+    }
+
+
+def _without_replicas(tensor: DTensor) -> dict[str, Placement]:
+    """Return the axes of a tensor that are not axes of replicas, with the placements."""
+    return {axis: placement for axis, placement in _placements(tensor).items() if axis not in _OVER_REPLICAS}
 
 
 def all_gather_zero(value: Any) -> Tensor:
-    """Return the tensor that this rank would hold without ZeRO; all replicas must call this.
+    """Return the tensor that this rank would hold if replicas did not shard it; all replicas must call this.
 
-    Shards are gathered with their sizes. torch's `full_tensor` would derive the sizes from the full shape, but ZeRO
-    shards the rows of a tensor-parallel shard, which may have fewer rows.
+    Shards are gathered with their sizes. torch's `full_tensor` would derive the sizes from the full shape, but replicas
+    shard the rows of a tensor-parallel shard, which may have fewer rows.
     """
-    mesh, placement = value.device_mesh, value.placements[-1]
+    mesh = value.device_mesh
     local = to_local(value.to(mesh.device_type))
-    if not isinstance(placement, Shard):
-        return local
-    dim, group = placement.dim, mesh.get_group(REPLICAS)
+    for axis, placement in reversed(_over_replicas(value).items()):
+        local = _gather_shards(local, placement.dim, mesh.get_group(axis))
+    return local
+
+
+def _gather_shards(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the shards of all ranks of a group, of any sizes, concatenated along a dimension."""
     size = torch.tensor([local.shape[dim]], device=local.device)
     sizes = torch.cat(_all_gather(size, group)).tolist()
     missing = list(local.shape)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, ROLES, TENSOR, Sizes, complete_order
 from lightning_hybrid.distributed.arrangement import Arrangement, line
+from lightning_hybrid.distributed.dtensor import EXPERTS, REPLICAS
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
@@ -72,6 +73,7 @@ class Mesh:
         arrangement: The arrangement of the tensor-parallel ranks; by default a line.
         zero_size: The number of replicas over which ZeRO shards; ``None`` for all.
         expert_parallel_size: The number of replicas over which experts are sharded.
+        expert_zero_size: The number of replicas with the same experts over which ZeRO shards these.
 
     Attributes:
         sizes: The number of ranks along each axis.
@@ -99,6 +101,7 @@ class Mesh:
         arrangement: Arrangement | None = None,
         zero_size: int | None = None,
         expert_parallel_size: int = 1,
+        expert_zero_size: int = 1,
     ) -> None:
         self.sizes, self.num_replicas, self.hosts = sizes, sizes.num_replicas, list(hosts)
         self.arrangement = line(sizes.tensor) if arrangement is None else arrangement
@@ -127,9 +130,9 @@ class Mesh:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
         place = self._ranks, self.data_rank, self._group
-        self.zero = self.experts = ShardGroups(*place, size=zero_size)
+        self.zero = self.experts = ShardGroups(*place, size=zero_size or self.num_replicas)
         if expert_parallel_size > 1:
-            self.experts = ShardGroups(*place, size=expert_parallel_size, has_rows_group=True)
+            self.experts = ShardGroups(*place, size=expert_zero_size, num_expert_ranks=expert_parallel_size)
         of_axes: dict[str, GroupRef] = {}
         for axis in reversed(by_role):  # groups over stages last, as only torch's mesh has them
             ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
@@ -279,9 +282,10 @@ class Mesh:
         return _make_device_mesh(axes, ranks, self.device_mesh.device_type)
 
     def shard_mesh(self, groups: ShardGroups) -> DeviceMesh:
-        """Return the mesh for parameters that replicas shard: the tensor-parallel axes, if any, and the replicas.
+        """Return the mesh for parameters that replicas shard: tensor-parallel axes, an axis of experts, and replicas.
 
-        The replicas are the innermost axis, so they split the rows of a rank's tensor-parallel shard.
+        The replicas are the innermost axis, so they split the rows of a rank's tensor-parallel shard, or of its
+        experts. Axes over which the parameters are not sharded are missing, but for the replicas.
 
         Args:
             groups: :attr:`zero` or :attr:`experts`.
@@ -289,11 +293,17 @@ class Mesh:
         axes = self._tensor_axes() if self.sizes.tensor > 1 else {}
         if not axes and groups.size == self.sizes.along(DATA) == self.num_replicas:
             return self.device_mesh[DATA.name]
+        if groups.num_expert_ranks > 1:
+            axes = {**axes, EXPERTS: groups.expert_group}
+        axes = {**axes, REPLICAS: groups.group}
+        ranks = groups.sharing(self._ranks[self.pipeline_rank, :, self.context_rank], self.data_rank)
         shape = [group.size() for group in axes.values()]
-        first = self.data_rank - groups.rank
-        replicas = self._ranks[self.pipeline_rank, first : first + groups.size, self.context_rank]
-        ranks = replicas.T.reshape(*shape, groups.size)
-        return _make_device_mesh({**axes, DATA.name: groups.group}, ranks, self.device_mesh.device_type)
+        return _make_device_mesh(axes, ranks.movedim(-1, 0).reshape(shape), self.device_mesh.device_type)
+
+    @property
+    def shard_groups(self) -> tuple[ShardGroups, ...]:
+        """:attr:`zero`, and :attr:`experts` if experts are sharded."""
+        return (self.zero,) if self.experts is self.zero else (self.zero, self.experts)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of the axes over which layers are sharded, by name."""

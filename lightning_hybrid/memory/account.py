@@ -72,24 +72,23 @@ class LocalParameter:
     """A parameter on one rank.
 
     Attributes:
-        shape: The local shape without ZeRO; with tensor parallelism, the shape of this rank's shard.
+        shape: The local shape without ZeRO: of this rank's tensor-parallel shard, and of its experts.
         itemsize: The size in bytes of an element.
         grad_itemsize: The size in bytes of an element of its gradient; 0 if it has no gradient.
         layer: A key of the only layer that has the parameter; ``None`` if no layer or several layers have it.
-        is_expert: True if the rows are the experts of this rank. ZeRO does not shard them further.
+        num_shards: The number of replicas over which ZeRO shards the parameter.
     """
 
     shape: torch.Size
     itemsize: int
     grad_itemsize: int
     layer: Hashable = None
-    is_expert: bool = False
+    num_shards: int = 1
 
 
 def peak_parameter_bytes(
     parameters: Iterable[LocalParameter],
     *,
-    num_shards: int,
     zero_stage: int,
     frees_early: bool = False,
     single_backward: bool = False,
@@ -100,7 +99,6 @@ def peak_parameter_bytes(
 
     Args:
         parameters: The parameters of a rank.
-        num_shards: The number of replicas over which ZeRO shards.
         zero_stage: The ZeRO stage, 0 to 3.
         frees_early: If True, stage 3 reshards a layer after each use.
         single_backward: If True, a step has only one backward. The last layer in it then has no shard of gradients yet.
@@ -108,20 +106,19 @@ def peak_parameter_bytes(
     Returns:
         The bytes of parameters, and the bytes of gradients.
     """
-    zero_stage = zero_stage if num_shards > 1 else 0
     parameter_bytes = grad_bytes = 0
     unsharded: dict[Hashable, int] = defaultdict(int)  # bytes by layer
     unsharded_grads: dict[Hashable, int] = defaultdict(int)  # bytes in addition to the shards of gradients
     for parameter in parameters:
-        is_sharded = zero_stage > 0 and not parameter.is_expert
-        rows = RowShards.of(parameter.shape, num_shards) if is_sharded else None
+        is_sharded = zero_stage > 0 and parameter.num_shards > 1
+        rows = RowShards.of(parameter.shape, parameter.num_shards) if is_sharded else None
         size = parameter.shape.numel()
         if rows is None:
             parameter_bytes += parameter.itemsize * size
             grad_bytes += parameter.grad_itemsize * size
             continue
         shard = rows.shard_shape(0).numel()
-        unsharded[parameter.layer] += parameter.itemsize * num_shards * rows.padded_numel
+        unsharded[parameter.layer] += parameter.itemsize * rows.num_ranks * rows.padded_numel
         parameter_bytes += parameter.itemsize * shard if zero_stage == 3 else 0
         grad_bytes += parameter.grad_itemsize * (shard if zero_stage > 1 else size)
         unsharded_grads[parameter.layer] += parameter.grad_itemsize * (size - shard if single_backward else size)

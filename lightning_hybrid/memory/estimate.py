@@ -56,11 +56,10 @@ class HeldParameter:
     is_expert: bool
 
     def with_experts_of_rank(self, expert_parallel_size: int) -> HeldParameter:
-        """Return the parameter with the experts of one rank only, which is also its shard."""
+        """Return the parameter with the experts of one rank only."""
         if not self.is_expert or expert_parallel_size == 1 or self.shard is not None:
             return self
-        shape = torch.Size((self.shape[0] // expert_parallel_size, *self.shape[1:]))
-        return replace(self, shape=shape, shard=shape)
+        return replace(self, shape=torch.Size((self.shape[0] // expert_parallel_size, *self.shape[1:])))
 
     def shard_shape(self, num_shards: int) -> torch.Size:
         """Return the shape of the first replica's shard."""
@@ -179,19 +178,19 @@ class MemoryEstimator:
         return self._counted[key]
 
     def _count(self, held: HeldTensors, config: Settings, num_shards: int, *, single_backward: bool) -> MemoryUsage:
-        size = config.expert_parallel_size
-        of_rank = [p.with_experts_of_rank(size) for p in held.parameters]
+        of_rank = [p.with_experts_of_rank(config.expert_parallel_size) for p in held.parameters]
+        expert_shards = config.num_expert_shards(num_shards) if config.expert_parallel_size > 1 else num_shards
+        numbers = [expert_shards if p.is_expert else num_shards for p in of_rank]
         parameters, gradients = account.peak_parameter_bytes(
             [
-                account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer, p.is_expert and size > 1)
-                for p in of_rank
+                account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer, number)
+                for p, number in zip(of_rank, numbers, strict=True)
             ],
-            num_shards=num_shards,
             zero_stage=config.zero_stage,
             frees_early=config.frees_early,
             single_backward=single_backward,
         )
-        shapes = [p.shard_shape(num_shards) for p in of_rank]
+        shapes = [p.shard_shape(number) for p, number in zip(of_rank, numbers, strict=True)]
         pairs = list(zip(of_rank, shapes, strict=True))
         if config.master_weights:  # during the optimizer step, their gradients are also in memory
             parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes)

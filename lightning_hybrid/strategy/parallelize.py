@@ -11,6 +11,7 @@ splits; a *chain* is a body that is an `nn.Sequential`, and other layers of a bo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ from lightning_hybrid.checkpoint.parts import mark_parts
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.parameter_map import ParameterMap
-from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
+from lightning_hybrid.data_parallel.zero.param import is_shard, num_shards
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, take_places, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree, all_gather_values, check_equal
@@ -184,7 +185,8 @@ class ModuleParallelizer:
             zero_stage=self._settings.zero_stage,
             reshard_after_forward=self._settings.frees_early,
         )
-        hook_experts(self._experts.values(), zero, GroupRef(self._mesh.experts.group))
+        if self._experts:
+            hook_experts(self._experts.values(), zero, GroupRef(self._mesh.experts.expert_group))
         return zero
 
     def own_parameters(self) -> list[nn.Parameter]:
@@ -340,13 +342,16 @@ class ModuleParallelizer:
         mesh, experts = self._mesh, set(self._experts.values())
         for part in self._module.modules():
             for parameter in filter(is_shard, part._parameters.values()):
-                size, is_expert = parameter.device_mesh.size(-1), part in experts  # type: ignore[union-attr]
-                needed = mesh.experts.size if is_expert else mesh.zero.size if self._settings.zero_stage else 1
-                if size != needed or is_gathered(parameter) == is_expert:  # type: ignore[arg-type]
+                needed = (mesh.experts.num_expert_ranks, mesh.experts.size)
+                if part not in experts:
+                    needed = (1, mesh.zero.size if self._settings.zero_stage else 1)
+                sizes = num_shards(parameter)
+                if sizes != needed:
                     raise ValueError(
-                        f"An earlier run sharded {type(self._module).__name__} over {size} replicas (zero_stage,"
-                        f" zero_size or expert_parallel_size), but this run needs {needed} for {type(part).__name__}."
-                        " After the earlier run, call `trainer.strategy.gather_module()` to gather the module. [LH318]"
+                        f"An earlier run sharded {type(self._module).__name__} over {math.prod(sizes)} replicas"
+                        " (zero_stage, zero_size or expert_parallel_size), but this run needs"
+                        f" {math.prod(needed)} for {type(part).__name__}. After the earlier run, call"
+                        " `trainer.strategy.gather_module()` to gather the module. [LH318]"
                     )
 
     def _agree_on_tracing(self) -> None:

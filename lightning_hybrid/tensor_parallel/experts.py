@@ -57,13 +57,13 @@ class Tokens(NamedTuple):
 
     Attributes:
         hidden: The hidden states, ``(tokens, features)``.
-        index: The experts of each token, ``(tokens, k)``.
+        chosen: The experts of each token, ``(tokens, k)``.
         weights: The weights of their results, ``(tokens, k)``.
         others: The other arguments, by name.
     """
 
     hidden: Tensor
-    index: Tensor
+    chosen: Tensor
     weights: Tensor
     others: dict[str, Any]
 
@@ -72,8 +72,8 @@ class Tokens(NamedTuple):
         """Return the arguments of a call."""
         names = argument_names(module)
         others = dict(zip(names, args, strict=False)) | dict(kwargs)
-        hidden, index, weights = (others.pop(name) for name in names)
-        return cls(hidden, index, weights, others)
+        hidden, chosen, weights = (others.pop(name) for name in names)
+        return cls(hidden, chosen, weights, others)
 
 
 class ParallelExperts(ParallelLayer):
@@ -99,7 +99,7 @@ class ParallelExperts(ParallelLayer):
         # In a region, each rank has other tokens. Their order does not matter, so they are gathered as they are.
         dim = None if self.sequence_dim is None else 0
         hidden, weights = (gather_input(each, dim, group) for each in (tokens.hidden, tokens.weights))
-        chosen = tokens.index if dim is None else gather_from_sp(tokens.index, dim, group)
+        chosen = tokens.chosen if dim is None else gather_from_sp(tokens.chosen, dim, group)
         index, k, local = chosen.reshape(-1), chosen.shape[1], self.num_experts // group.size
         (rows,) = (index.div(local, rounding_mode="floor") == group.rank).nonzero(as_tuple=True)
         received = hidden[rows.div(k, rounding_mode="floor")], weights.reshape(-1)[rows].unsqueeze(1)

@@ -24,6 +24,7 @@ from lightning_hybrid.axes import DATA, Sizes
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.arrangement import TENSOR_PARALLEL_MODES, arrange
+from lightning_hybrid.distributed.dtensor import EXPERTS, REPLICAS
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.sizes import check_zero_size, resolve_sizes
@@ -327,6 +328,30 @@ def test_zero_shards_over_consecutive_replicas() -> None:
             assert (mesh.zero.rank, mesh.zero.rows_group_size) == (zero_rank, 4)
             assert mesh.shard_mesh(mesh.zero).mesh[rank % 2].tolist() == shards
             assert mesh.shard_mesh(mesh.zero).get_local_rank(DATA.name) == zero_rank
+
+
+def test_zero_shards_experts_over_replicas_with_the_same_experts() -> None:
+    """The mesh has 8 x 2 ranks (data, tensor). Two replicas share the experts, and two of four gather them."""
+    # The group that gathers, the ranks with other experts, the ranks with equal shards, and the ranks within the first.
+    expected = {
+        0: ([0, 4], [0, 2], [0, 8], (0, 0)),
+        7: ([3, 7], [5, 7], [7, 15], (1, 1)),
+        10: ([10, 14], [8, 10], [2, 10], (0, 1)),
+    }
+    for rank, (shards, others, equal, places) in expected.items():
+        with fake_world(rank, 16), fake_gloo():
+            mesh = Mesh(Sizes(8, 2, 1), zero_size=4, expert_parallel_size=2, expert_zero_size=2)
+            experts = mesh.experts
+            assert dist.get_process_group_ranks(experts.group) == shards
+            assert dist.get_process_group_ranks(experts.expert_group) == others
+            assert dist.get_process_group_ranks(experts.rows_group) == equal
+            assert (experts.rank, experts.expert_rank, experts.has_first_copy) == (*places, rank < 8)
+            assert (experts.size, experts.num_expert_ranks, experts.num_shards, experts.rows_group_size) == (2, 2, 4, 2)
+            sharding = mesh.shard_mesh(experts)
+            assert sharding.mesh_dim_names == ("tensor_parallel", EXPERTS, REPLICAS)
+            assert sharding[EXPERTS].mesh.tolist() == others
+            assert sharding[REPLICAS].mesh.tolist() == shards
+            assert mesh.shard_groups == (mesh.zero, experts)
 
 
 def test_ranks_with_equal_shards_of_a_parameter_of_several_stages() -> None:

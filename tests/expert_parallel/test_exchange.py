@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.expert_parallel.dispatch import dispatch_tokens
-from lightning_hybrid.expert_parallel.exchange import Routes, connected
+from lightning_hybrid.expert_parallel.exchange import Routes
+from lightning_hybrid.tensor_parallel.experts import connected
 from tests.pool import Pools
 from tests.zoo.experts import DIM, EXPERTS, Experts
 

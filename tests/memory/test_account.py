@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,11 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "tp4 2d": (Words, 4, SQUARE),
     "tp4 2d pp2": (Words, 8, {**SQUARE, "pipeline_parallel_size": 2}),
     "dp2 experts": (Mixture, 2, {"expert_parallel_size": 2}),
-    "dp4 experts zero 1": (Mixture, 4, {"expert_parallel_size": 2, "zero_stage": 1}),
+    # In a single backward, the gradients of experts would be reduced before the last gradient exists.
+    "dp4 experts zero 1": (Mixture, 4, {"expert_parallel_size": 2, "zero_stage": 1, "num_microbatches": 2}),
     "dp2 experts zero 3": (Mixture, 2, {"expert_parallel_size": 2, "zero_stage": 3}),
+    "dp4 experts zero 3": (Mixture, 4, {"expert_parallel_size": 2, "zero_stage": 3}),
+    "tp2 experts": (Mixture, 2, {"tensor_parallel_size": 2, "expert_parallel": "tensor"}),
     "made later": (MadeLater, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
 
@@ -274,7 +278,8 @@ def test_zero_holds_what_its_table_says() -> None:
     parameters.append(LocalParameter(torch.Size([4]), 4, 0, 1))
 
     def peak(num_replicas: int, zero_stage: int, **options: bool) -> tuple[int, int]:
-        return peak_parameter_bytes(parameters, num_shards=num_replicas, zero_stage=zero_stage, **options)
+        sharded = [replace(each, num_shards=num_replicas) for each in parameters]
+        return peak_parameter_bytes(sharded, zero_stage=zero_stage, **options)
 
     layers, outside, single, frozen = (30, 30), 7, 1, 4
     whole = sum(layers) + outside + frozen + single

@@ -124,7 +124,7 @@ class ZeroGradients:
         self._group_of = {id(each): group for group in (root, *layers) for each in group.parameters}
         self._backward_order = [*reversed(layers), root]
         # By stage: the buckets of stages whose layers are gathered in backward.
-        self._prefetched: dict[int, GradientBuckets] = {}
+        self._prefetched: dict[int, list[GradientBuckets]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradients:
         """Return the object itself: a copy of the module reduces no gradients, and memory may not be allocated."""
@@ -154,7 +154,7 @@ class ZeroGradients:
             stage: The only stage with these parameters, if there is one. Their gradients are then reduced while its
                 backward runs.
             shards: The parameters, in the order of the model.
-            group: The replicas over which gathered parameters are sharded; for others, the ranks with the same rows.
+            group: The replicas that gather the parameters; for others, the ranks with the same rows.
             scale: The factor for each gradient before the sum.
             mask_group: As for :class:`GradientBuckets`.
         """
@@ -169,7 +169,7 @@ class ZeroGradients:
             mask_group=mask_group,
         )
         if stage is not None and self._reshard_after_forward and parameters[0].is_gathered:
-            self._prefetched[stage] = buckets
+            self._prefetched.setdefault(stage, []).append(buckets)
         return buckets
 
     def launch_behind(self, stage: int, index: int) -> None:
@@ -182,8 +182,9 @@ class ZeroGradients:
             index: The index of the layer among the layers of the stage with sharded parameters.
         """
         if stage in self._prefetched:
-            behind = self._groups[stage][index + 1 :]
-            self._prefetched[stage].launch_complete({id(p.unsharded) for group in behind for p in group.parameters})
+            behind = {id(p.unsharded) for group in self._groups[stage][index + 1 :] for p in group.parameters}
+            for buckets in self._prefetched[stage]:
+                buckets.launch_complete(behind)
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         """Put unsharded parameters into buckets: by size if they are reduced once per step, otherwise by layer."""

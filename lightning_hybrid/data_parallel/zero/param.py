@@ -22,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, from_shard, put_local, to_local
+from lightning_hybrid.distributed.dtensor import (
+    EXPERTS,
+    all_gather_zero,
+    copy_attributes,
+    from_shard,
+    put_local,
+    to_local,
+)
+from lightning_hybrid.distributed.shard_groups import ShardGroups
 from lightning_hybrid.torch_internals import FLAT_WEIGHTS
 
 Owner = tuple[nn.Module, str]
@@ -129,16 +137,16 @@ class _Unsharded:
 
     Attributes:
         shape: The local shape with which layers compute: of the whole parameter, of its tensor-parallel shard, or of
-            the experts of this rank.
+            the experts of this rank in it.
         mesh: The tensor-parallel ranks; ``None`` if the parameter is not tensor-parallel.
         placements: The placements over the tensor-parallel ranks.
-        is_gathered: True if layers compute with the rows of all replicas; False if they compute with this rank's rows.
+        is_expert: True if layers compute with the experts of this rank instead of all rows.
     """
 
     shape: torch.Size
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
-    is_gathered: bool
+    is_expert: bool
 
     def parameter(self, local: Tensor, shard: nn.Parameter) -> nn.Parameter:
         """Return a parameter with these values, and with the attributes of its shard."""
@@ -155,10 +163,23 @@ def is_shard(parameter: object) -> bool:
     return isinstance(parameter, DTensor) and _UNSHARDED in vars(parameter)
 
 
-def is_gathered(shard: Tensor) -> bool:
-    """Return True if layers compute with all rows of a shard's parameter; False if they compute with the shard."""
-    before: _Unsharded = vars(shard)[_UNSHARDED]
-    return before.is_gathered
+def is_expert(parameter: object) -> bool:
+    """Return True if a parameter is a shard, and layers compute with the experts of this rank instead of all rows."""
+    if not is_shard(parameter):
+        return False
+    before: _Unsharded = vars(parameter)[_UNSHARDED]
+    return before.is_expert
+
+
+def is_gathered(shard: Any) -> bool:
+    """Return True if several replicas have shards of the rows with which layers compute."""
+    return num_shards(shard)[1] > 1
+
+
+def num_shards(shard: Any) -> tuple[int, int]:
+    """Return the numbers of replicas over which experts are sharded, and that gather the rows of a rank."""
+    names = shard.device_mesh.mesh_dim_names
+    return shard.device_mesh[EXPERTS].size() if EXPERTS in names else 1, shard.device_mesh.size(-1)
 
 
 def unsharded_shape(parameter: Tensor) -> torch.Size:
@@ -171,35 +192,48 @@ def unsharded_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def shard(
-    parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int, *, gathers: bool = True
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    rank: int,
+    num_ranks: int,
+    *,
+    expert_rank: int = 0,
+    num_expert_ranks: int = 1,
 ) -> nn.Parameter:
     """Return one replica's shard of a parameter, with its own memory. Nothing is communicated.
 
     Args:
         parameter: A plain parameter, or a parameter that is sharded over the tensor-parallel ranks.
-        mesh: The tensor-parallel ranks, if there are several, times the replicas, which are the last axis.
-        rank: The rank of this replica.
-        num_ranks: The number of replicas.
-        gathers: True if layers compute with all rows; False if they compute with the shard, as experts do.
+        mesh: The tensor-parallel ranks, if there are several; the expert ranks, if there are several; and the replicas,
+            which are the last axis.
+        rank: The rank of this replica in the group that gathers the parameter.
+        num_ranks: The number of replicas in this group.
+        expert_rank: The rank of this replica in the group with different experts.
+        num_expert_ranks: The number of replicas in this group. It divides the first dimension, which has a row for
+            each expert.
 
     Returns:
         A parameter with the same global shape, of which this rank has some rows; the given parameter if it has fewer
         than two rows.
     """
     local = to_local(parameter)
+    has_experts = num_expert_ranks > 1
+    if has_experts:
+        local = local.chunk(num_expert_ranks)[expert_rank]
     rows = RowShards.of(local.shape, num_ranks)
     if rows is None:
-        return parameter
-    shape = rows.shard_shape(rank)
-    own = local.narrow(rows.dim, min(rank * rows.rows_per_rank, local.shape[rows.dim]), shape[rows.dim])
-    used = local.shape if gathers else shape
-    before = _Unsharded(used, None, (), gathers)
-    placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
+        if not has_experts:
+            return parameter
+        rows = RowShards(local.shape, 0, num_ranks)
+    dim = rows.dim
+    own = local.narrow(dim, min(rank * rows.rows_per_rank, local.shape[dim]), rows.shard_shape(rank)[dim])
+    before = _Unsharded(local.shape, None, (), has_experts)
+    placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1 - has_experts)
     if isinstance(parameter, DTensor):
         placements = parameter.placements
-        before = _Unsharded(used, parameter.device_mesh, placements, gathers)
+        before = _Unsharded(local.shape, parameter.device_mesh, placements, has_experts)
     own, full = own.clone(memory_format=torch.contiguous_format), torch.empty(parameter.shape, device="meta")
-    value = from_shard(own, mesh, [*placements, Shard(rows.dim)], full)
+    value = from_shard(own, mesh, [*placements, *[Shard(0)] * has_experts, Shard(dim)], full)
     made = nn.Parameter(value, parameter.requires_grad)
     copy_attributes(parameter, made)
     vars(made)[_UNSHARDED] = before
@@ -231,12 +265,12 @@ class ShardedParameter:
         unsharded   ------------------------------------------       a view
         sharded                   ---------------                    on rank 1: also a view, or separate memory
 
-    If layers compute with the shard, as experts do, the flat tensor has only the rows of this rank, and always memory.
+    If layers compute with the shard, as with experts that only one replica has, the flat tensor always has memory.
 
     Args:
         sharded: The result of :func:`shard`.
         owners: The modules and names under which it is registered.
-        rank: The rank of this replica.
+        groups: The groups over which it is sharded.
         aliased: If True, the shard is a view of the flat tensor, which then always has memory.
 
     Attributes:
@@ -244,19 +278,18 @@ class ShardedParameter:
         unsharded: The unsharded parameter, a view of `flat`. It has no memory while `flat` has none.
         flat: The padded shards of all replicas, ``num_ranks * padded_numel`` elements.
         owners: The argument `owners`.
-        rows: The division of the rows of `unsharded` over the replicas.
-        is_gathered: True if layers compute with the rows of all replicas; False if they compute with this rank's rows.
+        groups: The argument `groups`.
+        rows: The division of the rows of `unsharded` over the replicas that gather it.
+        is_gathered: True if several replicas have shards of the rows with which layers compute.
         is_written: True if a step has written the unsharded parameter, so that the shard is out of date.
     """
 
-    def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], rank: int, *, aliased: bool) -> None:
+    def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], groups: ShardGroups, *, aliased: bool) -> None:
         before: _Unsharded = vars(sharded)[_UNSHARDED]
-        mesh = sharded.device_mesh  # type: ignore[attr-defined]
-        self.is_gathered = before.is_gathered
-        rows = RowShards.of(before.shape, mesh.size(mesh.ndim - 1) if self.is_gathered else 1)
-        assert rows is not None
-        self.sharded, self.owners, self.rows = sharded, owners, rows
-        self._rank = rank if self.is_gathered else 0
+        self.is_gathered = is_gathered(sharded)
+        self.sharded, self.owners, self.groups = sharded, owners, groups
+        self.rows = RowShards.of(before.shape, groups.size) or RowShards(before.shape, 0, groups.size)
+        rows, self._rank = self.rows, groups.rank
         self._requires_grad = sharded.requires_grad
         self.is_written = False
         own = to_local(sharded)
@@ -279,7 +312,7 @@ class ShardedParameter:
         made = object.__new__(ShardedParameter)
         memo[id(self)] = made  # hooks of the owner modules refer to it
         sharded, owners = copy.deepcopy(self.sharded, memo), copy.deepcopy(self.owners, memo)
-        made.__init__(sharded, owners, self._rank, aliased=False)  # type: ignore[misc]
+        made.__init__(sharded, owners, self.groups, aliased=False)  # type: ignore[misc]
         memo[id(self.unsharded)] = made.unsharded
         return made
 

@@ -1,4 +1,4 @@
-"""Parameters that are unsharded together, with one all-gather for each dtype and device.
+"""Parameters that are unsharded together, with one all-gather for each dtype, device and group of replicas.
 
 `ZeroParameters` makes a group for each layer, and a root group for the other parameters. A `Prefetcher` calls the
 groups of layers in order. One all-gather for each parameter would be slower, and one for the whole model would need the
@@ -13,16 +13,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
-from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single
+from lightning_hybrid.distributed.process_group import all_gather_single
 
 
 class ParameterGroup:
     """The parameters of a layer, or of no single layer (the root group). They are either all unsharded or all sharded.
 
-    Parameters with which layers compute without a gather, such as those of experts, take part in everything else.
+    Parameters with which layers compute without a gather, such as experts of one replica, take part in everything else.
 
     ::
 
@@ -33,7 +33,6 @@ class ParameterGroup:
 
     Args:
         parameters: The parameters.
-        group: The replicas.
         keeps_memory: If True (ZeRO stages 1 and 2), unsharded parameters always have memory, and `ZeroParameters`
             registers them when a step begins. If False (stage 3), they have memory, and are registered, only while they
             are unsharded. Between steps, shards are registered in both cases.
@@ -49,14 +48,14 @@ class ParameterGroup:
     """True while gathered values are copied into parameters. The user's step does not make these writes, so a rehearsal
     (`trainer.losses.rehearsal.Untouched`) does not record them."""
 
-    def __init__(self, parameters: Sequence[ShardedParameter], group: ProcessGroup, *, keeps_memory: bool) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], *, keeps_memory: bool) -> None:
         self.parameters = list(parameters)
         self.is_unsharded = self.in_backward = False
         self.keeps_memory = keeps_memory
-        self._group = GroupRef(group)
         kinds: dict[object, list[ShardedParameter]] = {}
         for parameter in [each for each in parameters if each.is_gathered]:
-            kinds.setdefault((parameter.flat.dtype, parameter.flat.device), []).append(parameter)
+            kind = parameter.flat.dtype, parameter.flat.device, id(parameter.groups)
+            kinds.setdefault(kind, []).append(parameter)
         self._kinds = list(kinds.values())
         self._in_flight: list[tuple[list[ShardedParameter], Tensor, Work]] = []
 
@@ -68,8 +67,8 @@ class ParameterGroup:
         """
         if self.is_unsharded or self._in_flight:
             return
-        group = self._group()
         for parameters in self._kinds:
+            group = parameters[0].groups.group
             own = torch.cat([parameter.all_gather_input() for parameter in parameters])
             shards = own.new_empty(group.size() * own.numel())
             work = all_gather_single(shards, own, group=group, async_op=True)

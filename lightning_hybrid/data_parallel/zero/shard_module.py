@@ -35,7 +35,7 @@ def shard_module(
         module: The module, with placeholders for tensors of other stages.
         mesh: The mesh.
         device: The device for the shards.
-        experts: The modules whose parameters have a row for each expert. Layers compute with the rows of this rank.
+        experts: The modules whose parameters have a row for each expert. Layers compute with the experts of this rank.
         shards_others: True to shard the parameters of all other modules, too (ZeRO).
     """
     if mesh.num_replicas == 1:
@@ -51,7 +51,14 @@ def shard_module(
             parameter.data = parameter.data.to(device)
         broadcast_tensors([to_local(parameter)], mesh.data_group)
         groups = mesh.experts if is_expert else mesh.zero
-        own = shard(parameter, mesh.shard_mesh(groups), groups.rank, groups.size, gathers=not is_expert)
+        own = shard(
+            parameter,
+            mesh.shard_mesh(groups),
+            groups.rank,
+            groups.size,
+            expert_rank=groups.expert_rank,
+            num_expert_ranks=groups.num_expert_ranks,
+        )
         set_parameter(own, owners[id(parameter)])
 
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.zero.grad_scatter import ZeroGradients
-from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_owners, is_gathered, is_shard
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_owners, is_expert, is_gathered, is_shard
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backward_hook
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
@@ -128,14 +128,15 @@ class ZeroParameters:
     ) -> None:
         self.reduces_each_backward = zero_stage > 1
         self.computes_together = experts is not zero
-        self._zero, self._experts, self._replica, group = zero, experts, replica, zero.group
+        self._zero, self._experts, self._replica = zero, experts, replica
         self._reshard_after_forward = self._reshards_now = reshard_after_forward and zero_stage == 3
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
+        self._kinds = (zero, experts) if self.computes_together else (zero,)
         owners, keeps = find_owners(module), zero_stage < 3
         self.keeps_layers = keeps
         self.parameters = {
-            id(each): ShardedParameter(each, owners[id(each)], zero.rank, aliased=keeps)
+            id(each): ShardedParameter(each, owners[id(each)], self._groups_of(each), aliased=keeps)
             for each in module.parameters()
             if is_shard(each)
         }
@@ -147,15 +148,14 @@ class ZeroParameters:
                 own = [self.parameters[key] for key in keys if key in self.parameters]
                 if own:
                     groups = self._stage_groups.setdefault(stage, [])
-                    layer = _Layer(
-                        ParameterGroup(own, group, keeps_memory=keeps), stage, len(groups), len(self._groups)
-                    )
+                    group = ParameterGroup(own, keeps_memory=keeps)
+                    layer = _Layer(group, stage, len(groups), len(self._groups))
                     self._hook_layer(child, layer)
                     groups.append(layer.group)
                     self._groups.append(layer.group)
                     layer_of |= dict.fromkeys(map(id, own), layer)
         rest = [parameter for parameter in self.parameters.values() if id(parameter) not in layer_of]
-        self._root = ParameterGroup(rest, group, keeps_memory=keeps)
+        self._root = ParameterGroup(rest, keeps_memory=keeps)
         self._gradients = ZeroGradients(
             self._stage_groups,
             self._root,
@@ -182,29 +182,34 @@ class ZeroParameters:
         both = ((form, each.sharded) for each in self.parameters.values() for form in (each.sharded, each.unsharded))
         return {id(form): shard for form, shard in both}
 
+    def _groups_of(self, shard: nn.Parameter) -> ShardGroups:
+        return self._experts if is_expert(shard) else self._zero
+
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Return True if this replica counts a parameter, or its rows of the parameter, in the gradient norm."""
-        if not is_shard(parameter):
-            return self._replica == 0
-        return self._replica < (self._zero if is_gathered(parameter) else self._experts).size
+        return self._groups_of(parameter).has_first_copy if is_shard(parameter) else self._replica == 0
 
     def gradient_buckets(
-        self, stage: int | None, parameters: Sequence[nn.Parameter], mask_group: ProcessGroup | None
+        self, stage: int | None, parameters: Sequence[nn.Parameter], *, has_mask: bool
     ) -> list[GradientBuckets]:
         """Return buckets for the gradients of the gathered parameters among some parameters.
 
-        They are averaged over the group that shards these parameters, and must then be averaged over the rows group.
+        Sums over the group that gathers a parameter are divided by the number of shards, and must then be averaged over
+        the rows group.
 
         Args:
             stage: The only stage with the parameters, if there is one.
             parameters: The parameters, in the order of the model.
-            mask_group: As for :class:`GradientBuckets`.
+            has_mask: True if the ranks agree on the host which gradients exist; see :class:`GradientBuckets`.
         """
         gathered = [each for each in parameters if is_shard(each) and is_gathered(each)]
-        if not gathered:
-            return []
-        scale = 1 / self._zero.size
-        return [self._gradients.buckets(stage, gathered, self._zero.group, scale=scale, mask_group=mask_group)]
+        made = []
+        for groups in self._kinds:
+            own = [each for each in gathered if self._groups_of(each) is groups]
+            mask_group, scale = groups.control_group if has_mask else None, 1 / groups.num_shards
+            if own:
+                made.append(self._gradients.buckets(stage, own, groups.group, scale=scale, mask_group=mask_group))
+        return made
 
     def expert_buckets(
         self,
@@ -213,7 +218,7 @@ class ZeroParameters:
         group: ProcessGroup,
         mask_group: ProcessGroup | None,
     ) -> GradientBuckets:
-        """Return buckets for the gradients of the experts among some parameters.
+        """Return buckets for the gradients of the experts among some parameters that are not gathered.
 
         The gradients of a rank include the tokens of all ranks over which the experts are sharded, so they are summed
         only over the ranks with the same experts.
@@ -225,7 +230,7 @@ class ZeroParameters:
             mask_group: As for :class:`GradientBuckets`.
         """
         experts = [each for each in parameters if is_shard(each) and not is_gathered(each)]
-        scale = 1 / (self._experts.size * self._experts.rows_group_size)
+        scale = 1 / (self._experts.num_shards * self._experts.rows_group_size)
         return self._gradients.buckets(stage, experts, group, scale=scale, mask_group=mask_group)
 
     def add_hooks(self, handles: Iterable[RemovableHandle]) -> None:
@@ -470,7 +475,8 @@ class NoZero:
         self,
         stage: int | None,
         parameters: Sequence[nn.Parameter],
-        mask_group: ProcessGroup | None,
+        *,
+        has_mask: bool,
     ) -> list[GradientBuckets]:
         """Return an empty list."""
         assert not any(map(is_shard, parameters))

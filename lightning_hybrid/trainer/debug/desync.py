@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_hybrid.data_parallel.zero.param import is_gathered, is_shard
+from lightning_hybrid.data_parallel.zero.param import is_expert, is_shard
 from lightning_hybrid.distributed.agreement import unequal_text
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -199,8 +199,8 @@ class DesyncDetector:
             coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.sizes.tensor > 1 else ()
             kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
             if is_shard(parameter):
-                groups = mesh.zero if is_gathered(parameter) else mesh.experts
-                coordinates = (*coordinates, "shard", groups.rank)
+                groups = mesh.experts if is_expert(parameter) else mesh.zero
+                coordinates = (*coordinates, "shard", groups.rank * groups.num_expert_ranks + groups.expert_rank)
             found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))
         if not found:
             return {}
