@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Tuning
+from lightning_hybrid.cli.export import export
 from tests.daily import daily
 from tests.pool import Pools
 from tests.results import Results, listed
@@ -86,6 +88,7 @@ def trained(
 EP2: dict[str, Any] = {"data_parallel_size": 2, "expert_parallel_size": 2}
 EP2_OF4: dict[str, Any] = {"data_parallel_size": 4, "expert_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 1}
+TENSOR_EP2: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": "tensor"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": EP2,
     "ep4": {"data_parallel_size": 4, "expert_parallel_size": 4},
@@ -102,6 +105,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2_pp2_zero2": {**EP2, **PP2, "zero_stage": 2},
     "ep2_pp2_zero3": {**EP2, **PP2, "zero_stage": 3},
     "ep2_zero3_early": {**EP2, "zero_stage": 3, "tuning": Tuning(reshard_after_forward=True)},
+    "ep2_of4_zero3_early": {**EP2_OF4, "zero_stage": 3, "tuning": Tuning(reshard_after_forward=True)},
+    "ep2_of8_zero3_of4": {**EP2, "data_parallel_size": 8, "zero_stage": 3, "zero_size": 4},
+    "tensor_ep2": TENSOR_EP2,
+    "tensor_ep4": {**TENSOR_EP2, "tensor_parallel_size": 4},
+    "tensor_ep2_pp2_recompute": {**TENSOR_EP2, **PP2, "recompute": True},
+    "tensor_ep2_cp2": {**TENSOR_EP2, "context_parallel_size": 2},
+    **{f"tensor_ep2_zero{stage}": {**TENSOR_EP2, "data_parallel_size": 2, "zero_stage": stage} for stage in (1, 3)},
 }
 
 
@@ -117,7 +127,7 @@ def compare_family(
     arguments, size = LAYOUTS[layout], 1
     for axis in ("pipeline", "data", "tensor", "context"):
         size *= arguments.get(f"{axis}_parallel_size", 1)
-    replicas = arguments["data_parallel_size"]
+    replicas = arguments.get("data_parallel_size", 1)
     expected, norms = trained(None, family, replicas, trainer or {}, config)
     found = ranks(size, lightning=True).run(trained, arguments, family, replicas, trainer or {}, config, timeout=200.0)
     for *losses, loss in zip(*[result.losses for result, *_ in found], expected.losses, strict=True):
@@ -138,6 +148,50 @@ def test_replicas_share_experts(ranks: Pools, family: str, layout: str) -> None:
 @pytest.mark.parametrize("family", daily(FAMILIES))
 def test_batched_products(ranks: Pools, family: str) -> None:
     compare_family(ranks, "ep2_pp2", family, experts="batched_mm")
+
+
+# -- folders of Hugging Face ------------------------------------------------------------------------------------------
+
+
+def from_folder(layout: dict[str, Any] | None, family: str, replicas: int, folder: str, path: str) -> dict[str, Any]:
+    """Train from a folder of Hugging Face, save a checkpoint, and return the weights of the whole model."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    tokens = torch.randint(VOCABULARY, (2 * SAMPLES, 12), generator=torch.Generator().manual_seed(1))
+    with wide(family):
+        module = Language(family, replicas=1 if layout else replicas)
+        module.save_hyperparameters({"config": module.model.config})
+        if layout is None:
+            module.model = type(module.model).from_pretrained(folder, experts_implementation="eager").train()
+        arguments = layout and {**layout, "initial_weights": folder}
+        trainer = make_trainer(arguments, precision="64-true", limit_val_batches=0)
+        trainer.fit(module, DataLoader(TensorDataset(tokens), SAMPLES // (replicas if layout else 1)))
+        if layout is not None:
+            trainer.save_checkpoint(path)
+            trainer.strategy.gather_module()
+    return dict(module.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    daily([(family, layout) for family in FAMILIES for layout in ("ep2", "ep2_of4_zero3")], ("Mixtral", "ep2")),
+)
+def test_a_folder_is_trained_and_exported(ranks: Pools, tmp_path: Path, family: str, layout: str) -> None:
+    """`save_pretrained` writes each expert separately for most families."""
+    folder, path = tmp_path / "folder", tmp_path / "checkpoint.ckpt"
+    torch.manual_seed(7)
+    model = Language(family).model
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    arguments = {**LAYOUTS[layout], "save_distributed_checkpoint": layout != "ep2"}
+    size = arguments["data_parallel_size"]
+    expected = from_folder(None, family, size, str(folder), "")
+    results = ranks(size, lightning=True).run(from_folder, arguments, family, size, str(folder), str(path))
+    for found in results:
+        assert_same(found, expected, 1e-10)
+    export(path, tmp_path / "out")
+    exported = type(model).from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert_same(dict(exported.state_dict()), found, 0.0)
 
 
 # -- several runs ------------------------------------------------------------------------------------------------------

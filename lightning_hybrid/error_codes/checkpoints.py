@@ -95,6 +95,11 @@ ERRORS = {
         "Read the files yourself, rename the tensors to match the module, and pass the resulting state dict to"
         " `load_weights`.",
     ),
+    "LH937": Entry(
+        "transformers cannot convert the tensors of the Hugging Face folder to the tensors of the model, for example"
+        " because an expert is missing.",
+        "Check that the folder is complete, and that its `config.json` matches the model.",
+    ),
     "LH925": Entry(
         "The file, or the object passed to `load_weights`, does not contain a dictionary of named tensors.",
         "Use a file that contains a state dict, or pass a state dict to `load_weights`.",

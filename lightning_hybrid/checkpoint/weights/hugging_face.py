@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_hybrid.checkpoint.weights.conversions import FolderTensors, conversions_of, converted
 from lightning_hybrid.checkpoint.weights.tensor_files import TensorFile, open_tensors
 from lightning_hybrid.distributed.module_names import join_names, named_tensors
 
@@ -55,6 +57,7 @@ class HuggingFaceFolder:
         self.files: list[Path] = []
         self.shapes: dict[str, torch.Size] = {}
         self._files: dict[str, TensorFile] = {}
+        self._latest: tuple[weakref.ref[nn.Module], FolderTensors] | None = None
         main = next(path / name for name in _FILES if (path / name).is_file())
         if not main.name.endswith(INDEX_SUFFIX):
             self._add(main)
@@ -82,9 +85,20 @@ class HuggingFaceFolder:
         """Return True if the path is a folder with one of these files."""
         return any((path / name).is_file() for name in _FILES)
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor of the folder, mapped into memory."""
-        return self._files[name].read(name)
+    def tensors_for(self, module: nn.Module) -> FolderTensors:
+        """Return the tensors of the folder, converted for the model of transformers in a module that they match best.
+
+        They are not converted if fewer of them would match then. The result for the latest module is kept.
+
+        Args:
+            module: The user's module, possibly with placeholders for tensors of other stages.
+        """
+        if self._latest is None or self._latest[0]() is not module:
+            own = FolderTensors(self.shapes, lambda name: self._files[name].read(name))
+            forms = [own, *(converted(own, *each) for each in conversions_of(module))]
+            best = max(forms, key=lambda form: max(_scores(form.shapes, module).values(), default=(0, 0, 0)))
+            self._latest = weakref.ref(module), best
+        return self._latest[1]
 
     def names_in(self, module: nn.Module) -> tuple[str, dict[str, str]]:
         """Find the part of a module that has most of the folder's tensors, by name and shape.
@@ -98,22 +112,15 @@ class HuggingFaceFolder:
             module: The user's module, possibly with placeholders for tensors of other stages.
 
         Returns:
-            The dotted name of the part; and the name of each tensor of the folder, by the name that it has, or would
-            have, in the module. Buffers that the module does not save, and names that the model ignores, are excluded.
+            The dotted name of the part; and the name of each tensor of :meth:`tensors_for`, by the name that it has, or
+            would have, in the module. Buffers that the module does not save, and names that the model ignores, are
+            excluded.
 
         Raises:
             ValueError: If no part matches, or several parts match equally well.
         """
-        tensors = dict(named_tensors(module))
-        alike: Counter[str] = Counter()
-        known: Counter[str] = Counter()
-        size: Counter[str] = Counter()
-        for name, tensor in tensors.items():
-            for prefix, rest in _cuts(name):
-                size[prefix] += 1
-                known[prefix] += rest in self.shapes
-                alike[prefix] += self.shapes.get(rest) == tensor.shape
-        scores = {prefix: (alike[prefix], count, -size[prefix]) for prefix, count in known.items() if count}
+        tensors, shapes = dict(named_tensors(module)), self.tensors_for(module).shapes
+        scores = _scores(shapes, module)
         if not scores:
             raise ValueError(
                 f"No tensor name in {self.path} matches a name in {type(module).__name__}. The first names in the"
@@ -130,12 +137,30 @@ class HuggingFaceFolder:
         (prefix,) = parts.values()
         ignored = [_TABLE, *(getattr(module.get_submodule(prefix), _IGNORED, None) or ())]
         persistent = module.state_dict().keys()
-        named = {join_names(prefix, name): name for name in self.shapes}
+        named = {join_names(prefix, name): name for name in shapes}
         return prefix, {
             name: source
             for name, source in named.items()
             if name in persistent or not (name in tensors or any(re.search(each, source) for each in ignored))
         }
+
+
+def _scores(shapes: Mapping[str, torch.Size], module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Return how well tensors match each part of a module with some of their names; larger is better.
+
+    Returns:
+        By the name of the part: how many tensors match by name and shape, how many by name, and minus the number of
+        tensors of the part.
+    """
+    alike: Counter[str] = Counter()
+    known: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for name, tensor in named_tensors(module):
+        for prefix, rest in _cuts(name):
+            size[prefix] += 1
+            known[prefix] += rest in shapes
+            alike[prefix] += shapes.get(rest) == tensor.shape
+    return {prefix: (alike[prefix], count, -size[prefix]) for prefix, count in known.items() if count}
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -66,7 +66,8 @@ class Weights:
         """
         if self._folder is not None:
             _, names = self._folder.names_in(module)
-            return {name: self._folder.shapes[source] for name, source in names.items()}
+            shapes = self._folder.tensors_for(module).shapes
+            return {name: shapes[source] for name, source in names.items()}
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
         from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint  # importing torch's part takes time
@@ -108,7 +109,8 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
     Buffers that the folder lacks are not, because the model computes such buffers itself.
     """
     prefix, names = folder.names_in(module)
-    own, saved = module.state_dict(), {name: folder.shapes[source] for name, source in names.items()}
+    tensors = folder.tensors_for(module)
+    own, saved = module.state_dict(), {name: tensors.shapes[source] for name, source in names.items()}
     tied = _tied_names(module)
     missing = [ties[0] for ties in tied if saved.keys().isdisjoint(ties)]
     below = [name for name in missing if not prefix or name.startswith(f"{prefix}.")]
@@ -125,7 +127,7 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
         kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
         rank_zero_info(f"These tensors were not loaded, because {folder.path} does not contain them: {kept}")
     here = {name: source for name, source in names.items() if name in own and not own[name].is_meta}
-    state = {name: folder.read(source) for name, source in here.items()}
+    state = {name: tensors.read(source) for name, source in here.items()}
     load_module_state(module, _with_ties(state, module), strict=False)
 
 
