@@ -1,4 +1,4 @@
-"""Compare the time and memory of a Mixtral with `expert_parallel_size` to plain replicas."""
+"""Compare the time and memory of a Mixtral with experts over two ranks to plain replicas, and to transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +24,7 @@ import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.distributed import DistributedConfig
 
 from benchmarks.ratios import interval
 from benchmarks.timed_trainer import Stopwatch, trainer_round
@@ -36,6 +39,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"zero_stage": 3},
     "ZeRO 3, experts over replicas": {"zero_stage": 3, "expert_parallel_size": 2},
 }
+#: The same with transformers alone: FSDP2 and its all-to-all of tokens, in a loop by hand.
+TRANSFORMERS = "transformers: FSDP2, experts"
 
 
 class Mixtral(LightningModule):
@@ -68,25 +73,71 @@ class Mixtral(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_train_epoch_end(self) -> None:
-        """Count the bytes of the training state of this rank: of experts, and of all parameters."""
-        optimizer = self.trainer.optimizers[0]
-        found = {True: 0, False: 0}
-        for name, parameter in self.named_parameters():
-            state = [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor)]
-            found[".experts." in name] += _bytes([parameter, *state])
-        self.state_bytes = {"experts": found[True], "all": found[True] + found[False]}
+        """Count the bytes of the training state of this rank."""
+        self.state_bytes = state_bytes(self, self.trainer.optimizers[0])
+
+
+def state_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The bytes of parameters and optimizer states of this rank: of experts, and of all parameters."""
+    found = {True: 0, False: 0}
+    for name, parameter in module.named_parameters():
+        state = [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor)]
+        found[".experts." in name] += _bytes([parameter, *state])
+    return {"experts": found[True], "all": found[True] + found[False]}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum((each.to_local() if hasattr(each, "to_local") else each).nbytes for each in tensors)
 
 
+def batches(size: int) -> DataLoader[Any]:
+    """The batches of this rank."""
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    rows = torch.randint(256, ((WARM_UP + BATCHES) * SAMPLES * size, LENGTH), generator=generator)
+    return DataLoader(list(rows), SAMPLES)  # type: ignore[arg-type]
+
+
+class TransformersLoop:
+    """A training by transformers' own expert parallelism over all ranks; dense parameters are sharded by FSDP2."""
+
+    def __init__(self) -> None:
+        size = int(os.environ["WORLD_SIZE"])
+        config = DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation="all_to_all")
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            Mixtral().model.save_pretrained(folders[0])  # writes on the first rank
+            dist.barrier()
+            self.model: Any = transformers.MixtralForCausalLM.from_pretrained(
+                folders[0], distributed_config=config, experts_implementation="eager"
+            )
+            dist.barrier()
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.loader = batches(size)
+
+    def __call__(self) -> float:
+        """Train for a round, and return the seconds of a batch."""
+        start = 0.0
+        for index, batch in zip(range(WARM_UP + BATCHES), self.loader, strict=False):
+            if index == WARM_UP:
+                start = time.perf_counter()
+            loss = self.model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return (time.perf_counter() - start) / BATCHES
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """The bytes of this rank."""
+        return state_bytes(self.model, self.optimizer)
+
+
 def contender(arguments: dict[str, Any]) -> tuple[Callable[[], float], Mixtral]:
     """A function that trains for a round and returns the seconds of a batch, and its module."""
     size = int(os.environ["WORLD_SIZE"])
-    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    rows = torch.randint(256, ((WARM_UP + BATCHES) * SAMPLES * size, LENGTH), generator=generator)
-    loader: DataLoader[Any] = DataLoader(list(rows), SAMPLES)  # type: ignore[arg-type]
+    loader = batches(size)
     strategy = HybridStrategy(**arguments, faults=Faults(compare_microbatches=False))
     module = Mixtral()
     run = trainer_round(module, loader, BATCHES, watch=Stopwatch(WARM_UP), strategy=strategy, devices=size)
@@ -95,10 +146,13 @@ def contender(arguments: dict[str, Any]) -> tuple[Callable[[], float], Mixtral]:
 
 def compare(rounds: int) -> list[dict[str, Any]]:
     """Alternate the contenders: times over the reference's of the same round, and bytes."""
-    made: dict[str, tuple[Callable[[], float], nn.Module]] = {}
+    made: dict[str, tuple[Callable[[], float], Mixtral | TransformersLoop]] = {}
     for name, arguments in CONTENDERS.items():
         made[name] = contender(arguments)
         made[name][0]()
+    loop = TransformersLoop()
+    made[TRANSFORMERS] = loop, loop
+    loop()
     times: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(rounds):
         for name, (run, _) in made.items():
