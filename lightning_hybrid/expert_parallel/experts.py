@@ -6,6 +6,7 @@ their parameters and by the arguments of their forward, as transformers writes t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -44,6 +45,18 @@ def find_experts(module: nn.Module, num_ranks: int, axis: str = "data") -> dict[
             )
     _check_shared(module, found)
     return found
+
+
+def expert_sizes(module: nn.Module, num_replicas: int) -> list[int]:
+    """Return the possible values of `expert_parallel_size`: 1, and divisors of each number of experts and of replicas.
+
+    Args:
+        module: The user's module.
+        num_replicas: The number of replicas.
+    """
+    numbers = [part.num_experts for part in module.modules() if is_experts(part)]
+    most = math.gcd(num_replicas, *numbers) if numbers else 1  # type: ignore[arg-type]
+    return [size for size in range(1, most + 1) if most % size == 0]
 
 
 def experts_text(found: Mapping[str, nn.Module], num_ranks: int) -> str:

@@ -25,6 +25,7 @@ RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
 USUAL = HybridConfig(schedule="1f1b")
 
 _CONTEXT = (CONTEXT.argument, "context_parallel")
+_EXPERTS = "expert_parallel_size"
 _ARRANGEMENT = ("tensor_parallel_mode", "tensor_parallel_depth")
 #: Arguments that may be open.
 _OPEN = (
@@ -37,6 +38,7 @@ _OPEN = (
     "tuning.extra_in_flight",
     "zero_stage",
     "zero_size",
+    _EXPERTS,
     "recompute",
 )
 #: Arguments that rule out context parallelism and grids of tensor-parallel ranks unless they have their defaults.
@@ -80,7 +82,7 @@ def _open_arguments(config: HybridConfig) -> tuple[str, ...]:
 
 def _closed(config: HybridConfig) -> set[str]:
     """Return the arguments that keep their defaults, because they cannot be combined with arguments that are set."""
-    closed: set[str] = set()
+    closed = set() if config.expert_parallel == "data" else {_EXPERTS}
     if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
         closed.update(_CONTEXT)
     # If the user set the mode, the depth is fixed too.

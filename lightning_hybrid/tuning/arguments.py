@@ -64,6 +64,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
         "num_chunks": layout.num_chunks,
         "zero_stage": layout.zero_stage,
         "zero_size": layout.zero_size,
+        "expert_parallel_size": layout.experts,
         "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
         "tuning.extra_in_flight": list(layout.extra_in_flight) or 0,
     }
@@ -83,6 +84,8 @@ def in_words(layout: Layout) -> str:
         words.append(f"{layout.num_microbatches} microbatches")
     if layout.zero_stage:
         words.append(f"zero {zero_text(layout)}")
+    if layout.experts > 1:
+        words.append(f"experts over {layout.experts}")
     if layout.recompute:
         words.append(f"recompute {recompute_text(layout)}")
     return ", ".join(words)

@@ -46,6 +46,7 @@ class Layout:
         tensor_mode: `tensor_parallel_mode`.
         tensor_depth: `tensor_parallel_depth`.
         zero_size: As in `HybridStrategy`; ``None`` for all replicas.
+        experts: `expert_parallel_size`.
     """
 
     data: int
@@ -62,6 +63,7 @@ class Layout:
     tensor_mode: str = "1d"
     tensor_depth: int = 1
     zero_size: int | None = None
+    experts: int = 1
 
     @cached_property
     def sizes(self) -> Sizes:

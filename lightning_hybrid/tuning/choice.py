@@ -35,6 +35,7 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.error_codes.entry import without_code
+from lightning_hybrid.expert_parallel.experts import expert_sizes
 from lightning_hybrid.strategy.layout_search import ChooseLayout, ChosenLayout
 from lightning_hybrid.strategy.open_arguments import SIZES
 from lightning_hybrid.strategy.summary import text_table
@@ -163,7 +164,7 @@ def _search(
     problem = Problem(
         lambda: (_copy_module(module), training_data(trainer)),
         config,
-        search_space(config, sizes),
+        search_space(config, sizes, expert_sizes(module, dist.get_world_size())),
         machine,
         dist.get_world_size(),
         _on_host(precision),

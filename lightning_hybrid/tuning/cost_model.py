@@ -53,6 +53,13 @@ A layout has ``d`` replicas, ``t`` tensor-parallel ranks, ``c`` context-parallel
   in the backward. If code around the layers reads their output, the output is all-gathered, and so is the gradient of
   the first layer's input. Gradients of parameters are summed over replicas and context-parallel ranks together. With
   ZeRO, the shards are summed over the ``c`` ranks in a separate all-reduce, after the last backward.
+- *Experts over replicas*: for ``r`` rows, each a token for one of its experts, with ``h`` features, ``e`` bytes per
+  number, ``w`` bytes per weight, and ``g`` replicas that share the experts, a rank sends this for each module with
+  experts. Experts are assumed to receive equally many rows. Nothing hides the messages::
+
+      forward      r (g - 1) / g (2 e h + w + 4)      three all-to-alls
+      backward     r (g - 1) / g (2 e h + w)          two all-to-alls
+
 - *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), for ``G`` bytes of gradients
   and ``P`` bytes of parameters on a rank, with ``x = (d - 1) / d`` and ``m`` counted over all accumulated batches::
 
@@ -104,6 +111,7 @@ class StageCost:
         overlappable: Seconds of a forward that can overlap with context-parallel messages.
         tensor: The messages in the tensor-parallel group, in a forward and a backward.
         context: The messages in the context-parallel group, in a forward and a backward.
+        tokens: The rows that modules with experts receive and return, see :meth:`.Exchange.between`.
         saved: Bytes that a stage saves for its backward, on one rank.
         output: Bytes that a rank of the stage sends to the next stage in a forward.
     """
@@ -113,6 +121,7 @@ class StageCost:
     overlappable: float = 0.0
     tensor: Exchange = NO_EXCHANGE
     context: Exchange = NO_EXCHANGE
+    tokens: Exchange = NO_EXCHANGE
     saved: float = 0.0
     output: float = 0.0
 
@@ -158,8 +167,9 @@ class Cost:
         least: A lower bound of the seconds of the step, without time in which a rank waits for other stages.
         parts: Seconds of the rank with the most work, by kind of work, such as ``"computing"``. After a simulation,
             ``"bubble"`` is the time in which this rank waits.
-        sent: The most bytes that a rank sends in a step, by axis: ``"tensor"``, ``"context"``, ``"pipeline"`` and
-            ``"data"``. The key ``"rows"`` has the part of ``"data"`` that is sent to ranks with equal ZeRO shards.
+        sent: The most bytes that a rank sends in a step, by axis: ``"tensor"``, ``"context"``, ``"pipeline"``,
+            ``"data"`` and ``"tokens"``, to replicas with other experts. The key ``"rows"`` has the part of ``"data"``
+            that is sent to ranks with equal ZeRO shards.
         seconds: Seconds of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
         samples: Samples of the optimizer step, of all replicas.
@@ -310,7 +320,7 @@ class CostModel:
 
     def _stages_key(self, layout: Layout) -> Hashable:
         """Return the fields that determine the costs of the stages and their messages."""
-        return layout.stages_key, layout.data, self.step.microbatch(layout)
+        return layout.stages_key, layout.data, layout.experts, self.step.microbatch(layout)
 
     def _works(self, layout: Layout) -> Sequence[_Work]:
         """Return the work of each pipeline rank for a microbatch; ranks with equal work share one object."""
@@ -349,7 +359,8 @@ class CostModel:
         stages = self.stages(layout)
         forwards, backwards = [], []
         for stage in stages:
-            messages = self.tensor_seconds(layout, stage), self.context_seconds(layout, stage)
+            messages = [self.tensor_seconds(layout, stage), self.context_seconds(layout, stage)]
+            messages.append(self.token_seconds(layout, stage))
             forwards.append(stage.forward + sum(there for there, _ in messages))
             backwards.append(_BACKWARD * stage.forward + stage.recomputed + sum(back for _, back in messages))
         if layout.pipeline == 1:
@@ -371,6 +382,13 @@ class CostModel:
             return 0.0, 0.0
         hidden = self.machine.overlap * stage.overlappable
         return self._exposed_seconds(self.link(layout, CONTEXT), stage.context, hidden)
+
+    def token_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
+        """Return the seconds in which a forward and a backward wait for the tokens of experts."""
+        if layout.experts == 1:
+            return 0.0, 0.0
+        link = self._links(self._stride(layout, DATA), layout.experts, layout.num_ranks)
+        return self._exposed_seconds(link, stage.tokens.between(layout.experts))
 
     def _exposed_seconds(self, link: Link, exchange: Exchange, hidden: float = 0.0) -> tuple[float, float]:
         """Return the seconds that a forward and a backward wait for messages.
@@ -446,8 +464,10 @@ class _Work:
         recomputing: Seconds of recomputation.
         tensor: Seconds of messages in the tensor-parallel group.
         context: Seconds of messages in the context-parallel group that no computation hides.
+        tokens: Seconds of messages with the tokens of experts.
         sent_tensor: Bytes sent in the tensor-parallel group.
         sent_context: Bytes sent in the context-parallel group.
+        sent_tokens: Bytes sent to replicas with other experts.
         passed: Bytes sent to other stages, activations and gradients.
     """
 
@@ -456,8 +476,10 @@ class _Work:
     recomputing: float
     tensor: float
     context: float
+    tokens: float
     sent_tensor: float
     sent_context: float
+    sent_tokens: float
     passed: float
 
     @classmethod
@@ -469,8 +491,10 @@ class _Work:
             recomputing=sum(stage.recomputed for stage in stages),
             tensor=sum(sum(model.tensor_seconds(layout, stage)) for stage in stages),
             context=sum(sum(model.context_seconds(layout, stage)) for stage in stages),
+            tokens=sum(sum(model.token_seconds(layout, stage)) for stage in stages),
             sent_tensor=sum(stage.tensor.sent for stage in stages),
             sent_context=sum(stage.context.sent for stage in stages),
+            sent_tokens=sum(stage.tokens.between(layout.experts).sent for stage in stages),
             passed=passed,
         )
 
@@ -510,6 +534,7 @@ class _Rank:
             "recomputing": number * work.recomputing,
             "tensor-parallel messages": number * work.tensor,
             "context-parallel messages": number * work.context,
+            "messages with tokens of experts": number * work.tokens,
             "data-parallel messages": self.exposed,
             "optimizer": self.optimizer,
         }
@@ -518,6 +543,7 @@ class _Rank:
             "tensor": number * work.sent_tensor if layout.tensor > 1 else 0.0,
             "context": number * work.sent_context if layout.context > 1 else 0.0,
             "pipeline": number * work.passed if layout.pipeline > 1 else 0.0,
+            "tokens": number * work.sent_tokens,
             "data": gradients.sent + shards.sent,
             "rows": shards.sent,
         }

@@ -55,6 +55,18 @@ class Exchange:
     def __mul__(self, number: int) -> Exchange:
         return Exchange(self.forward * number, self.backward * number, self.repeated * number)
 
+    def between(self, size: int) -> Exchange:
+        """Return the messages of a rank in a group of a size, if these are all-to-alls of all of its rows.
+
+        The rank keeps a share of the rows, and receives the other shares one after the other.
+        """
+        share = (size - 1) / size
+
+        def messages(of_rows: Messages) -> Messages:
+            return Messages(share * of_rows.sent, (size - 1) * of_rows.collectives, of_rows.collectives)
+
+        return Exchange(messages(self.forward), messages(self.backward), share * self.repeated)
+
     @property
     def repeated_share(self) -> float:
         """The share of the forward's messages that the backward sends again."""

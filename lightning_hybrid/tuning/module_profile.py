@@ -189,6 +189,15 @@ class ModuleProfile:
         """
         return self._record(self._base).batch_size
 
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """The numbers of replicas over which experts can be sharded.
+
+        Raises:
+            ValueError, TypeError: As at the start of training.
+        """
+        return self._record(self._base).expert_sizes
+
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
         """Return why the module does not support a layout, as a short and a full text; ``None`` if it does.
 
@@ -244,7 +253,7 @@ class ModuleProfile:
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """Return the bytes of parameters and of gradients of each pipeline rank, see `Profile`."""
         number = min(layout.num_microbatches, 2)  # memory differs only between one microbatch and several
-        key = layout.tensor_key, layout.pipeline, layout.num_chunks, layout.data, number
+        key = layout.tensor_key, layout.pipeline, layout.num_chunks, layout.data, number, layout.experts
         if key not in self._weights:
             # The bytes are sizes of messages. Master weights are never sent.
             usages = self._record(layout.tensor_key).held(replace(layout, zero_stage=0), master_weights=False)

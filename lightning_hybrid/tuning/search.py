@@ -205,11 +205,12 @@ def _rank(cost: Cost) -> tuple[float, int]:
     """Return a sort key: the seconds per sample, and the complexity of the layout.
 
     The complexity is the sum of the ZeRO stage, the number of chunks, and 1 for each of: hybrid sharding,
-    recomputation, extra microbatches in flight, context parallelism, and tensor-parallel ranks in a grid.
+    recomputation, extra microbatches in flight, context parallelism, expert parallelism, and tensor-parallel ranks in a
+    grid.
     """
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
-    options += bool(layout.zero_size)
+    options += bool(layout.zero_size) + (layout.experts > 1)
     return cost.seconds_of_sample, options + (layout.context > 1) + (layout.tensor_mode != "1d")
 
 

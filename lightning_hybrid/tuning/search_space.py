@@ -38,7 +38,6 @@ class SearchSpace:
 
     Attributes:
         data: Numbers of replicas.
-        data_multiple_of: Numbers of replicas must be multiples of this number, `expert_parallel_size`.
         tensor: Tensor-parallel sizes.
         tensor_mode: ``tensor_parallel_mode`` and ``tensor_parallel_depth``. Sizes that do not match them are not tried.
         pipeline: Pipeline-parallel sizes.
@@ -50,12 +49,12 @@ class SearchSpace:
         zero_stages: ZeRO stages, if there are several replicas. With one replica, only stage 0 is tried.
         zero_sizes: The value of ``zero_size``, where ``None`` means all replicas; empty to try all replicas, and the
             replicas of one node.
+        expert_sizes: Values of ``expert_parallel_size``. Only divisors of the number of replicas are tried.
         recompute: Kinds of recomputation: False, ``"selective"`` or True.
         some_layers: If True, layouts that fit only with recomputation are also tried with the fewest recomputed layers.
     """
 
     data: Collection[int] | None = None
-    data_multiple_of: int = 1
     tensor: Collection[int] | None = None
     tensor_mode: tuple[str, int] | None = None
     pipeline: Collection[int] | None = None
@@ -65,6 +64,7 @@ class SearchSpace:
     schedules: Sequence[tuple[str, int]] | None = None
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     zero_sizes: Sequence[int | None] = ()
+    expert_sizes: Sequence[int] = (1,)
     recompute: Sequence[bool | str] = RECOMPUTE
     some_layers: bool = False
 
@@ -84,8 +84,6 @@ class SearchSpace:
                     continue
                 for pipeline in divisors(num_ranks // tensor // context):
                     data = num_ranks // tensor // context // pipeline
-                    if data % self.data_multiple_of:
-                        continue
                     if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
                         yield data, tensor, pipeline, context
 
@@ -167,9 +165,10 @@ def layouts(
             space.recompute,
             space.kinds_of(context),
             space.arrangements_of(tensor, context),
+            [experts for experts in space.expert_sizes if data % experts == 0],
         )
-        for number, (schedule, chunks), (zero, size), recompute, kind, mode in options:
-            others = number, schedule, chunks, zero, recompute, (), context, kind, *mode, size
+        for number, (schedule, chunks), (zero, size), recompute, kind, mode, experts in options:
+            others = number, schedule, chunks, zero, recompute, (), context, kind, *mode, size, experts
             yield Layout(data, tensor, pipeline, *others)
 
 
@@ -188,13 +187,14 @@ def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
     return numbers
 
 
-def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
+def search_space(config: Settings, sizes: Mapping[str, Any], expert_sizes: Sequence[int] = (1,)) -> SearchSpace:
     """Return the search space for the open arguments of a configuration. All other arguments keep their values.
 
     Args:
         config: The arguments of `HybridStrategy`, with provisional values of the open ones.
         sizes: The sizes that the user set, by the labels of the axes: a number, a list of the allowed numbers, or
             ``"auto"``.
+        expert_sizes: The values of ``expert_parallel_size`` that the module allows.
     """
     searched = config.searched
     data = sizes[DATA.label]
@@ -212,7 +212,6 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
     ]
     return SearchSpace(
         data=None if data == "auto" else (data,),
-        data_multiple_of=config.expert_parallel_size,
         tensor=tried[TENSOR],
         tensor_mode=None if "tensor_parallel_mode" in searched else given_mode,
         pipeline=tried[PIPELINE],
@@ -222,6 +221,7 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
         schedules=schedules or [given],
         zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),
         zero_sizes=() if "zero_size" in searched else (config.zero_size,),
+        expert_sizes=expert_sizes if "expert_parallel_size" in searched else (config.expert_parallel_size,),
         recompute=RECOMPUTE if "recompute" in searched else (_supported(config.recompute),),
         some_layers="recompute" in searched,
     )

@@ -22,6 +22,7 @@ ALL_OPEN = (
     "tuning.extra_in_flight",
     "zero_stage",
     "zero_size",
+    "expert_parallel_size",
     "recompute",
 )
 
@@ -45,6 +46,7 @@ _CONTEXT = "context_parallel_size", "context_parallel"
         ({"sequence_parallel": True, **AUTO}, open_without(*_MODE, *_CONTEXT)),
         ({"tensor_parallel_mode": "2d", **AUTO}, open_without(*_MODE, *_CONTEXT)),
         ({"zero_size": 2, **AUTO}, open_without("zero_size")),
+        ({"expert_parallel": "tensor", **AUTO}, open_without("expert_parallel_size")),
         ({"context_parallel": "ring", **AUTO}, open_without("context_parallel")),
         ({"context_parallel_size": 2, **AUTO}, open_without(*_MODE, "context_parallel_size")),
         ({"tensor_parallel_size": [1, 2], **AUTO}, ALL_OPEN),

@@ -99,6 +99,7 @@ def check_held(profile: ModuleProfile, cls: type[LightningModule], layout: Layou
         context_parallel=layout.context_kind,  # type: ignore[arg-type]
         tensor_parallel_mode=layout.tensor_mode,  # type: ignore[arg-type]
         tensor_parallel_depth=layout.tensor_depth,
+        expert_parallel_size=layout.experts,
     )
     expected = dry_run(lambda: (cls(), None), strategy.settings, layout.sizes, precision=Precision())
     for usage, other in zip(found.memory, expected.memory, strict=True):

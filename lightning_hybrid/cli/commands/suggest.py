@@ -33,6 +33,7 @@ _UNDIVIDED = dict.fromkeys((axis.argument for axis in AXES), 1) | {
     "schedule": "1f1b",
     "zero_stage": 0,
     "zero_size": "null",
+    "expert_parallel_size": 1,
     "recompute": "false",
     "layout": "null",
     "tuning.memory_limit": "null",
@@ -110,7 +111,8 @@ def run(args: Sequence[str]) -> None:
             if options.keep_batch:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
-            space = SearchSpace(context=contexts, some_layers=True)
+            sizes = profile.expert_sizes
+            space = SearchSpace(context=contexts, expert_sizes=sizes, some_layers=True)
             how = dict(UNATTENDED) if options.keep_batch else {}
             how |= {"refuse": profile.refuse, "prepared": profile.recorded_ahead, "progress": progress}
             found = search(model, options.ranks, space=space, **how)

@@ -43,7 +43,8 @@ def planned_traffic(
     options = number, config.schedule, chunks, zero, recompute
     mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
     context = sizes.context, config.context_parallel
-    layout = Layout(sizes.data, tensor, pipeline, *options, (), *context, *mode, config.zero_size)
+    replicas = config.zero_size, config.expert_parallel_size
+    layout = Layout(sizes.data, tensor, pipeline, *options, (), *context, *mode, *replicas)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # the accumulation of batches is computed below

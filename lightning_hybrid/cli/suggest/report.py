@@ -109,6 +109,11 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
     return ["", *wrapped(text)]
 
 
+def _has_experts(best: Sequence[Cost]) -> bool:
+    """Return True if a layout shards experts over replicas."""
+    return any(cost.layout.experts > 1 for cost in best)
+
+
 def _is_tight(cost: Cost, machine: Machine) -> bool:
     return cost.bytes > (1 - _TIGHT) * machine.memory
 
@@ -127,10 +132,11 @@ def _layouts_table(best: Sequence[Cost]) -> list[str]:
                 for layout in layouts
             ],
             "zero": list(map(zero_text, layouts)),
+            **({"experts": [f"over {layout.experts}" for layout in layouts]} if _has_experts(best) else {}),
             "recompute": list(map(_recomputed, layouts)),
         },
         always=("data", "tensor", "pipeline"),
-        left=("tensor mode", "context", "schedule", "recompute"),
+        left=("tensor mode", "context", "schedule", "experts", "recompute"),
     )
 
 
@@ -169,7 +175,7 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> list[str
         columns["samples/s"] = [f"{1 / cost.seconds_of_sample:,.0f}" for cost in best]
     columns["bubble"] = [f"{cost.bubble or 0.0:.1%}" for cost in best]
     columns["GiB"] = [f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}" for cost in best]
-    for axis, short in _SENT.items():
+    for axis, short in (_SENT | ({"tokens": "ep"} if _has_experts(best) else {})).items():
         columns[f"{short} sent"] = [f"{cost.sent[axis] / 2**30:,.3f}" for cost in best]
     return _table(columns, always=("ms/step", "GiB"), left=())
 
@@ -180,6 +186,8 @@ def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
         "batch: samples per replica and number of microbatches; GiB: memory of the rank that needs the most;"
         " tp, cp, pp, dp sent: GiB that a rank sends per step for tensor, context, pipeline and data parallelism"
     ]
+    if _has_experts(best):
+        parts.append("ep sent: GiB that a rank sends per step to replicas with other experts")
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
         parts.append("recompute: number of layers per stage that are recomputed")
     if any(cost.layout.extra_in_flight for cost in best):

@@ -25,6 +25,7 @@ from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.experts import Tokens
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
 from lightning_hybrid.torch_internals import (
@@ -45,6 +46,7 @@ except ImportError:
 
 # The number of passes of a tensor through a ring, see `in_ring`.
 _COLLECTIVES = {"allreduce_": 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, "alltoall_base_": 1}
+_EXPERT_BYTES = torch.int32.itemsize  # the number of a row's expert, see `TokenDispatch`
 _OF_SUMS = torch.float32.itemsize  # gradients are added up at least in float32
 
 
@@ -78,15 +80,21 @@ class Counts:
         operations: The operations.
         messages: The messages in the tensor-parallel group.
         context_messages: The messages in the context-parallel group.
+        token_messages: The rows that modules with experts receive and return, in bytes, as if all were sent.
     """
 
     operations: dict[Hashable, list[Operation]] = field(default_factory=_lists)
     messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
     context_messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
+    token_messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
 
-    def of(self, label: Hashable) -> tuple[Sequence[Operation], Sequence[Exchange], Sequence[Exchange]]:
-        """Return the operations, the tensor-parallel messages and the context-parallel messages of a label."""
-        return self.operations.get(label, ()), self.messages.get(label, ()), self.context_messages.get(label, ())
+    def of(
+        self, label: Hashable
+    ) -> tuple[Sequence[Operation], Sequence[Exchange], Sequence[Exchange], Sequence[Exchange]]:
+        """Return the operations and the messages of a label: tensor-parallel, context-parallel, and of tokens."""
+        messages = self.messages, self.context_messages, self.token_messages
+        first, second, third = (each.get(label, ()) for each in messages)
+        return self.operations.get(label, ()), first, second, third
 
 
 class OperationCounter:
@@ -127,9 +135,10 @@ class OperationCounter:
         return replaced_attributes(self, _is_paused=True)
 
     def lists_of(self, label: Hashable) -> Sequence[list[Any]]:
-        """Return the lists that grow while the step has a label: operations, messages and context-parallel messages."""
+        """Return the lists that grow while the step has a label: operations, and each kind of messages."""
         counts = self.counts
-        return counts.operations[label], counts.messages[label], counts.context_messages[label]
+        messages = counts.messages[label], counts.context_messages[label], counts.token_messages[label]
+        return counts.operations[label], *messages
 
     def enter_layer(self, label: Hashable, tensors: list[Tensor]) -> None:
         """Record the backward messages of inputs that a layer receives in full and shards, before it runs.
@@ -145,6 +154,20 @@ class OperationCounter:
             if tensor.requires_grad and not isinstance(tensor, ShardedSequence):
                 backward = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
                 self.counts.context_messages[label].append(Exchange(backward=backward))
+
+    def enter_experts(self, tokens: Tokens) -> None:
+        """Record the rows that a module with experts receives and returns, before it runs.
+
+        Expert parallelism sends them as `TokenDispatch` does, with one exchange of the numbers of rows.
+
+        Args:
+            tokens: The arguments of the module.
+        """
+        hidden, weights = tokens.hidden, tokens.weights
+        states = weights.numel() * hidden.shape[-1] * hidden.itemsize
+        forward = Messages(2 * states + weights.nbytes + _EXPERT_BYTES * weights.numel(), 0, 3)
+        exchange = Exchange(forward, Messages(2 * states + weights.nbytes, 0, 2))
+        self.counts.token_messages[self._label()].append(exchange)
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]

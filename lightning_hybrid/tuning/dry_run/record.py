@@ -42,6 +42,7 @@ class HeldBy(NamedTuple):
         zero_stage: The ZeRO stage.
         num_microbatches: 1, or 2 for any larger number.
         master_weights: True if master weights are included.
+        experts: The number of replicas over which experts are sharded.
     """
 
     pipeline: int
@@ -50,6 +51,7 @@ class HeldBy(NamedTuple):
     zero_stage: int
     num_microbatches: int
     master_weights: bool
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Record:
         times: The times of forwards, from the largest microbatch to the smallest, by the names of the layers; empty if
             forwards are not timed.
         usages: The memory of each pipeline rank, without activations, by the fields that determine it.
+        expert_sizes: The numbers of replicas over which experts can be sharded.
     """
 
     divided_share: float
@@ -74,6 +77,7 @@ class Record:
     runs: Mapping[tuple[tuple[str, ...] | None, ContextKey], tuple[Trace, ...] | str] = field(default_factory=dict)
     times: Mapping[tuple[str, ...] | None, tuple[Timing, ...]] = field(default_factory=dict)
     usages: Mapping[HeldBy, tuple[MemoryUsage, ...]] = field(default_factory=dict)
+    expert_sizes: tuple[int, ...] = (1,)
 
     def cut_error(self, layout: Layout) -> str:
         """Return why layers cannot be split into the stages of a layout; empty if they can."""
@@ -123,4 +127,5 @@ class Record:
             master_weights: True if master weights are included.
         """
         sizes = layout.pipeline, layout.num_chunks, layout.num_shards
-        return self.usages[HeldBy(*sizes, layout.zero_stage, min(layout.num_microbatches, 2), master_weights)]
+        number = min(layout.num_microbatches, 2)
+        return self.usages[HeldBy(*sizes, layout.zero_stage, number, master_weights, layout.experts)]

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.expert_parallel.experts import expert_sizes
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.body import Body
@@ -28,6 +29,7 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
 from lightning_hybrid.strategy.open_arguments import MOST_CHUNKS
 from lightning_hybrid.strategy.summary import divided_share
+from lightning_hybrid.tensor_parallel.experts import is_experts
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tuning.candidates import NO_CONTEXT, ContextKey, Layout, divisors
@@ -184,7 +186,8 @@ class Recorder(DryRunStrategy):
             if self._is_measured:
                 halved = (split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length()))
                 times[names] = tuple(self._times(_of_different_sizes(halved), args, cut))
-        self.record = Record(self.record.divided_share, size, found, runs, times, dict(self._usages()))
+        sizes = self._expert_sizes(self.sizes.data)
+        self.record = Record(self.record.divided_share, size, found, runs, times, dict(self._usages()), sizes)
         raise StopAfterFirstStepError
 
     def _too_short(self, whole: tuple[Trace, ...] | str, key: ContextKey) -> str:
@@ -210,7 +213,8 @@ class Recorder(DryRunStrategy):
         group = self._context_group(context) if context > 1 else None
         traces = []
         for microbatch in microbatches:
-            recorder = TraceRecorder(cut.body, group, self._blocks())
+            experts = [part for part in self._module.modules() if is_experts(part)]
+            recorder = TraceRecorder(cut.body, group, self._blocks(), experts)
             try:
                 saved = self._follow(microbatch, args, config, cut.body, cut.as_one_stage, recorder)
             except WrongUseError as error:
@@ -260,6 +264,10 @@ class Recorder(DryRunStrategy):
         assert size is not None
         return Timing(size, {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]})
 
+    def _expert_sizes(self, num_replicas: int) -> tuple[int, ...]:
+        """Return the numbers of replicas over which experts can be sharded."""
+        return tuple(expert_sizes(self._module, num_replicas)) if self._config.expert_parallel == "data" else (1,)
+
     def _usages(self) -> Iterator[tuple[HeldBy, tuple[MemoryUsage, ...]]]:
         """Yield the memory of each pipeline rank under every layout, without activations."""
         module, config, only = self._module, self._config, self._only
@@ -272,11 +280,19 @@ class Recorder(DryRunStrategy):
             layers = (layouts.find_own_layers(module, body, cut.stage_map, rank) for rank in range(pipeline))
             held = [estimator.held(cut.stage_map, each, rank) for rank, each in enumerate(layers)]
             numbers_of_shards = divisors(self.sizes.data // pipeline) if only is None else {1, only.num_shards}
-            for shards, (zero, master), number in product(numbers_of_shards, options, (1, 2)):
+            sizes = self._expert_sizes(self.sizes.data // pipeline) if only is None else {1, only.experts}
+            for shards, (zero, master), number, experts in product(numbers_of_shards, options, (1, 2), sizes):
                 if shards > 1 and not zero:
                     continue
-                by = HeldBy(pipeline, chunks, shards, zero, number, master)
-                of_layout = config.changed({"num_microbatches": number, "zero_stage": zero, "master_weights": master})
+                by = HeldBy(pipeline, chunks, shards, zero, number, master, experts)
+                of_layout = config.changed(
+                    {
+                        "num_microbatches": number,
+                        "zero_stage": zero,
+                        "master_weights": master,
+                        "expert_parallel_size": experts,
+                    }
+                )
                 backwards = number * module.trainer.accumulate_grad_batches
                 numbers = {"num_shards": shards, "num_backwards": backwards}
                 yield by, tuple(estimator.usage(each, of_layout, **numbers) for each in held)

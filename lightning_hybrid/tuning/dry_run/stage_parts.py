@@ -34,7 +34,8 @@ def cost_of_label(
         machine: The machine, which determines the time of an operation.
     """
     recompute = layout.recompute if isinstance(label, int) else False
-    operations, messages, context_messages = zip(*(trace.counts.of(label) for trace in traces), strict=True)
+    counts = (trace.counts.of(label) for trace in traces)
+    operations, messages, context_messages, token_messages = zip(*counts, strict=True)
     forward = recomputed = overlappable = 0.0
     for alike in _pairs(operations):
         flops = value_at(samples, traces, [operation.flops for operation in alike])
@@ -47,7 +48,8 @@ def cost_of_label(
             overlappable += seconds
     tensor = _sum(samples, traces, messages, repeats=recompute is True)
     context = _sum(samples, traces, context_messages, repeats=bool(recompute))
-    return StageCost(forward, recomputed, overlappable, tensor, context)
+    tokens = _sum(samples, traces, token_messages, repeats=bool(recompute))
+    return StageCost(forward, recomputed, overlappable, tensor, context, tokens)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.experts import Tokens
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tuning.dry_run.operations import Counts, OperationCounter
 from lightning_hybrid.tuning.dry_run.saved_tensors import Saved
@@ -124,6 +125,7 @@ class TraceRecorder:
         body: The layers whose inputs and outputs are recorded; ``None`` if the module has no layers.
         context_group: The context-parallel group; ``None`` if there is none.
         blocks: The layers that sum gradients of vectors, such as biases, over the ranks of a tensor-parallel grid.
+        experts: The modules with experts.
 
     Attributes:
         counter: The counter of operations and messages, after the first entry.
@@ -134,9 +136,13 @@ class TraceRecorder:
     counter: OperationCounter
 
     def __init__(
-        self, body: Body | None, context_group: dist.ProcessGroup | None, blocks: Sequence[ParallelLayer] = ()
+        self,
+        body: Body | None,
+        context_group: dist.ProcessGroup | None,
+        blocks: Sequence[ParallelLayer] = (),
+        experts: Sequence[nn.Module] = (),
     ) -> None:
-        self._body, self._context_group, self._blocks = body, context_group, blocks
+        self._body, self._context_group, self._blocks, self._experts = body, context_group, blocks, experts
         self.outputs: dict[Hashable, int] = {}
         self.length = 0
 
@@ -180,7 +186,12 @@ class TraceRecorder:
         def begin_block(layer: nn.Module, args: Any) -> None:
             self.counter.enter_block([to_local(p) for p in layer.parameters() if p.ndim == 1 and p.requires_grad])
 
+        def begin_experts(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            self.counter.enter_experts(Tokens.of(layer, args, kwargs))
+
         with ExitStack() as hooks:
+            for experts in self._experts:
+                hooks.enter_context(experts.register_forward_pre_hook(begin_experts, with_kwargs=True))
             for block in self._blocks:
                 assert isinstance(block, nn.Module)
                 hooks.enter_context(block.register_forward_pre_hook(begin_block))
