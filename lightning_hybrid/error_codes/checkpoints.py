@@ -96,8 +96,8 @@ ERRORS = {
         " `load_weights`.",
     ),
     "LH937": Entry(
-        "transformers cannot convert the tensors of the Hugging Face folder to the tensors of the model, for example"
-        " because an expert is missing.",
+        "The tensors of the Hugging Face folder cannot be converted to the tensors of the model, for example because"
+        " an expert is missing.",
         "Check that the folder is complete, and that its `config.json` matches the model.",
     ),
     "LH925": Entry(

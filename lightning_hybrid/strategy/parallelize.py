@@ -342,16 +342,14 @@ class ModuleParallelizer:
         mesh, experts = self._mesh, set(self._experts.values())
         for part in self._module.modules():
             for parameter in filter(is_shard, part._parameters.values()):
-                needed = (mesh.experts.num_expert_ranks, mesh.experts.size)
-                if part not in experts:
-                    needed = (1, mesh.zero.size if self._settings.zero_stage else 1)
-                sizes = num_shards(parameter)
+                groups, sizes = mesh.experts if part in experts else mesh.zero, num_shards(parameter)
+                is_gathered = self._settings.zero_stage or part in experts
+                needed = (groups.num_expert_ranks, groups.size if is_gathered else 1)
                 if sizes != needed:
                     raise ValueError(
                         f"An earlier run sharded {type(self._module).__name__} over {math.prod(sizes)} replicas"
-                        " (zero_stage, zero_size or expert_parallel_size), but this run needs"
-                        f" {math.prod(needed)} for {type(part).__name__}. After the earlier run, call"
-                        " `trainer.strategy.gather_module()` to gather the module. [LH318]"
+                        f" (zero_stage, zero_size or expert_parallel_size), but this run needs {math.prod(needed)} for"
+                        f" {type(part).__name__}. Gather it with `trainer.strategy.gather_module()` before. [LH318]"
                     )
 
     def _agree_on_tracing(self) -> None:
