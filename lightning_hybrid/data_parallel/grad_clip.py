@@ -146,7 +146,8 @@ def clip_by_total_norm(
 def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Parameter], Tensor]]:
     """Find the gradients of this rank that are not finite, on their device, so that the host does not wait.
 
-    The test uses the sum of absolute values, because a search for the maximum takes ten times as long on a CPU.
+    The test uses sums, because a sum is not finite if a summand is not. A search for the maximum takes 30 times as long
+    on a CPU.
 
     Args:
         parameters: This rank's parameters. Sparse gradients are skipped. A sharded parameter counts with the gradient
@@ -163,7 +164,14 @@ def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Par
             of_kind = alike.setdefault((gradient.device, gradient.dtype), ([], []))
             of_kind[0].append(parameter)
             of_kind[1].append(gradient)
-    return [(owners, ~torch.cat(_norms(gradients, 1.0)).isfinite()) for owners, gradients in alike.values()]
+    return [(owners, ~_sums(gradients).isfinite()) for owners, gradients in alike.values()]
+
+
+def _sums(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each gradient, or of its absolute values; all gradients have one device and dtype."""
+    if gradients[0].device.type != "cpu" or gradients[0].dtype.is_complex:
+        return torch.cat(_norms(gradients, 1.0))  # one kernel; on a CPU, it takes ten times as long as sums
+    return torch.stack([gradient.sum(dtype=_norm_dtype(gradient.dtype)) for gradient in gradients])
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
