@@ -90,10 +90,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum((each.to_local() if hasattr(each, "to_local") else each).nbytes for each in tensors)
 
 
-def batches(size: int) -> DataLoader[Any]:
-    """The batches of this rank."""
+def batches() -> DataLoader[Any]:
+    """The batches of a round of this rank."""
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    rows = torch.randint(256, ((WARM_UP + BATCHES) * SAMPLES * size, LENGTH), generator=generator)
+    rows = torch.randint(256, ((WARM_UP + BATCHES) * SAMPLES, LENGTH), generator=generator)
     return DataLoader(list(rows), SAMPLES)  # type: ignore[arg-type]
 
 
@@ -114,12 +114,12 @@ class TransformersLoop:
             dist.barrier()
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.loader = batches(size)
+        self.loader = batches()
 
     def __call__(self) -> float:
         """Train for a round, and return the seconds of a batch."""
         start = 0.0
-        for index, batch in zip(range(WARM_UP + BATCHES), self.loader, strict=False):
+        for index, batch in enumerate(self.loader):
             if index == WARM_UP:
                 start = time.perf_counter()
             loss = self.model(input_ids=batch, labels=batch).loss
@@ -137,7 +137,7 @@ class TransformersLoop:
 def contender(arguments: dict[str, Any]) -> tuple[Callable[[], float], Mixtral]:
     """A function that trains for a round and returns the seconds of a batch, and its module."""
     size = int(os.environ["WORLD_SIZE"])
-    loader = batches(size)
+    loader = batches()
     strategy = HybridStrategy(**arguments, faults=Faults(compare_microbatches=False))
     module = Mixtral()
     run = trainer_round(module, loader, BATCHES, watch=Stopwatch(WARM_UP), strategy=strategy, devices=size)
