@@ -147,7 +147,8 @@ def make(kind: str, width: int, depth: int, only: str = "") -> dict[str, Contend
         return contenders
     axis = "tensor" if kind == "directory, tensor 2" else "pipeline"
     if only in ("", "ours", "direct"):
-        sizes: dict[str, Any] = {f"{axis}_parallel_size": RANKS}
+        # After the run, the module stays sharded, and the optimizer has the same parameters.
+        sizes: dict[str, Any] = {f"{axis}_parallel_size": RANKS, "gather_module_on_teardown": False}
         ours = Contender(HybridStrategy(save_distributed_checkpoint=True, **sizes), Model(width, depth))
         contenders = {"ours": ours, "direct": Direct(ours)}
     if axis == "tensor" and only in ("", "ModelParallelStrategy"):
