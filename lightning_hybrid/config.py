@@ -567,10 +567,13 @@ class Settings(HybridConfig):
         """Return the number of replicas over which ZeRO shards a parameter; 1 if ZeRO is not used."""
         return (self.zero_size or num_replicas) if self.zero_stage else 1
 
-    def num_expert_shards(self, num_replicas: int) -> int:
-        """Return the number of replicas with the same experts over which ZeRO shards the experts; 1 without ZeRO."""
-        shards, expert_ranks = self.num_shards(num_replicas), self.expert_parallel_size
-        return 1 if shards % expert_ranks else max(1, shards // expert_ranks)
+    def num_expert_shards(self, num_shards: int) -> int:
+        """Return the number of replicas with the same experts over which ZeRO shards the experts.
+
+        Args:
+            num_shards: The number of replicas over which ZeRO shards other parameters.
+        """
+        return 1 if num_shards % self.expert_parallel_size else num_shards // self.expert_parallel_size
 
     @property
     def shards_over_replicas(self) -> bool:

@@ -179,8 +179,7 @@ class MemoryEstimator:
 
     def _count(self, held: HeldTensors, config: Settings, num_shards: int, *, single_backward: bool) -> MemoryUsage:
         of_rank = [p.with_experts_of_rank(config.expert_parallel_size) for p in held.parameters]
-        expert_shards = config.num_expert_shards(num_shards) if config.expert_parallel_size > 1 else num_shards
-        numbers = [expert_shards if p.is_expert else num_shards for p in of_rank]
+        numbers = [config.num_expert_shards(num_shards) if p.is_expert else num_shards for p in of_rank]
         parameters, gradients = account.peak_parameter_bytes(
             [
                 account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer, number)

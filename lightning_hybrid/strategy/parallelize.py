@@ -343,13 +343,13 @@ class ModuleParallelizer:
         for part in self._module.modules():
             for parameter in filter(is_shard, part._parameters.values()):
                 groups, sizes = mesh.experts if part in experts else mesh.zero, num_shards(parameter)
-                is_gathered = self._settings.zero_stage or part in experts
-                needed = (groups.num_expert_ranks, groups.size if is_gathered else 1)
+                is_sharded = self._settings.zero_stage or part in experts
+                needed = (groups.num_expert_ranks, groups.size if is_sharded else 1)
                 if sizes != needed:
                     raise ValueError(
                         f"An earlier run sharded {type(self._module).__name__} over {math.prod(sizes)} replicas"
                         f" (zero_stage, zero_size or expert_parallel_size), but this run needs {math.prod(needed)} for"
-                        f" {type(part).__name__}. Gather it with `trainer.strategy.gather_module()` before. [LH318]"
+                        f" {type(part).__name__}. Call `trainer.strategy.gather_module()` after that run. [LH318]"
                     )
 
     def _agree_on_tracing(self) -> None:

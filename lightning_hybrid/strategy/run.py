@@ -145,7 +145,7 @@ class World:
         axes |= {"arrangement": arrangement, "writes_together": config.save_distributed_checkpoint}
         axes |= {"zero_size": config.zero_size if config.zero_stage else None}
         axes |= {"expert_parallel_size": config.expert_parallel_size}
-        axes |= {"expert_zero_size": config.num_expert_shards(sizes.num_replicas)}
+        axes |= {"expert_zero_size": config.num_expert_shards(config.num_shards(sizes.num_replicas))}
         placement = find_placement(config, sizes.pipeline)
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
             self.mesh = Mesh(sizes, **axes, hosts=hosts)

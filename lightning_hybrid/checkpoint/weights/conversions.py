@@ -2,7 +2,7 @@
 
 `HuggingFaceFolder` uses it where `from_pretrained` renames or joins tensors: most folders of mixture-of-experts models
 contain each expert separately, but the models have one tensor for all experts of a layer. The conversions come from
-transformers, which has them for each model since version 5. Older versions convert nothing.
+transformers, which has them for each model since version 5. Other versions convert nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +31,49 @@ class FolderTensors:
     read: Callable[[str], Tensor]
 
 
+class _Internals(NamedTuple):
+    """The names of transformers that this file uses, which its documentation does not list.
+
+    Attributes:
+        find_conversions: Returns the conversions of a model, in order.
+        renaming: The class of conversions that rename a tensor.
+        converter: The class of conversions that join or split tensors.
+        sort_key: The sort key of names with which experts are in order.
+        rename: Returns the name in the model, and the pattern of the conversion; ``None`` without one.
+    """
+
+    find_conversions: Callable[[Any], list[Any]]
+    renaming: Any
+    converter: Any
+    sort_key: Callable[[str], Any]
+    rename: Callable[[str, list[Any], list[Any]], tuple[str, str | None]]
+
+
+def _internals() -> _Internals | None:
+    """Return the names of the installed transformers; ``None`` if it is not imported, or has no such names."""
+    if "transformers" not in sys.modules:
+        return None
+    try:
+        from transformers import conversion_mapping as mapping
+        from transformers import core_model_loading as loading
+
+        functions = mapping.get_model_conversion_mapping, loading.WeightRenaming, loading.WeightConverter
+        return _Internals(*functions, loading.dot_natural_key, loading.rename_source_key)
+    except (ImportError, AttributeError):  # another version: nothing is converted
+        return None
+
+
 def conversions_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
     """Yield each outermost model of transformers in a module that has conversions, with its conversions."""
-    models = sys.modules.get("transformers")
-    if models is None:
+    internals = _internals()
+    if internals is None:
         return
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # an older version of transformers
-        return
+    kind = sys.modules["transformers"].PreTrainedModel
     above: list[str] = []
     for name, part in module.named_modules():
-        if isinstance(part, models.PreTrainedModel) and not any(name.startswith(each) for each in above):
+        if isinstance(part, kind) and not any(name.startswith(each) for each in above):
             above.append(f"{name}." if name else "")
-            found = get_model_conversion_mapping(part)
+            found = internals.find_conversions(part)
             if found:
                 yield part, found
 
@@ -60,15 +89,15 @@ def converted(tensors: FolderTensors, model: Any, conversions: list[Any]) -> Fol
     Raises:
         ValueError: If transformers cannot convert the tensors, for example because an expert is missing.
     """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    internals = _internals()
+    assert internals is not None, "without transformers, there are no conversions"
+    renamings = [each for each in conversions if isinstance(each, internals.renaming)]
+    converters = [each for each in conversions if isinstance(each, internals.converter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     renamed: dict[str, str] = {}
     joined: dict[str, list[tuple[str, str]]] = {}  # the patterns and names of the tensors of each conversion
-    for name in sorted(tensors.shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters)
+    for name in sorted(tensors.shapes, key=internals.sort_key):
+        target, pattern = internals.rename(name, renamings, converters)
         if pattern is None:
             renamed[target] = name
         else:
